@@ -1,0 +1,300 @@
+"""A sequence: one token stream over the blocks of a `PrefixCache`.
+
+A sequence is (last block, number of tokens, number of computed tokens). Its tokens live in the
+blocks, so that fork and release touch one reference, whatever the length:
+
+    position   0 ............... num_computed_tokens ........ num_tokens
+               | K and V are there | written by the step now |
+                                     (`num_scheduled_tokens`)
+
+The last block may hold more slots than the sequence owns (a partial hit, or after `rollback`);
+they are never read for it, and the first write there decides what becomes of them.
+"""
+
+from array import array
+from typing import Final
+
+from prefixkv.block import FULL, PRIVATE, TAIL, Block, Root
+from prefixkv.errors import InvalidRequest, StaleSequence
+from prefixkv.hashing import Tokens, pack_tokens
+from prefixkv.identity import ModelIdentity
+from prefixkv.prefix_cache import PrefixCache
+
+_RELEASED: Final = Root(b"released", b"", epoch=-1)
+
+
+class Sequence:
+    """One token stream; made by `open` and `fork`.
+
+    A step of it is reserve, write, (compute), commit; `discard` takes back a step that failed.
+
+    Attributes:
+        last_block: where the chain ends; the root while there is no token.
+        num_tokens: tokens that the chain holds for this sequence, scheduled ones included.
+        num_computed_tokens: tokens whose K and V are valid.
+    """
+
+    __slots__ = ("_table", "cache", "last_block", "num_computed_tokens", "num_tokens", "root")
+
+    def __init__(self, cache: PrefixCache, root: Root, last_block: Block, num_tokens: int) -> None:
+        self.cache = cache
+        self.root = root
+        self.last_block = last_block
+        self.num_tokens = num_tokens
+        self.num_computed_tokens = num_tokens
+        self._table = array("i")
+        cache.pool.acquire(last_block)
+        cache.sequences.add(self)
+
+    @classmethod
+    def open(cls, cache: PrefixCache, identity: ModelIdentity, tokens: Tokens) -> "Sequence":
+        """Begin a sequence with the longest computed beginning of `tokens`.
+
+        At least the last token is left to compute, since its logits are wanted. Costs one digest
+        and one comparison for each block found, O(log children) where the match ends.
+        """
+        root = cache.root(identity)
+        block, num_tokens = cache.match(root, pack_tokens(tokens))
+        cache.stats.num_matched_tokens += num_tokens
+        return cls(cache, root, block, num_tokens)
+
+    def __repr__(self) -> str:
+        return f"<Sequence computed={self.num_computed_tokens} tokens={self.num_tokens}>"
+
+    @property
+    def num_scheduled_tokens(self) -> int:
+        """Tokens written in the books whose K and V the step now computes."""
+        return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def is_released(self) -> bool:
+        """Whether the sequence has given up its blocks."""
+        return self.root is _RELEASED
+
+    # -- a step ----------------------------------------------------------------------------------
+
+    def num_blocks_needed(self, num_tokens: int) -> int:
+        """Free blocks that writing `num_tokens` more takes, a copy-on-write included."""
+        block_size = self.cache.block_size
+        last = self.last_block
+        room = last.depth * block_size - self.num_tokens
+        if room and not self._may_write_in_place(last, block_size - room):
+            return 1 - (room - num_tokens) // block_size if num_tokens > room else 1
+        return -((room - num_tokens) // block_size) if num_tokens > room else 0
+
+    def reserve(self, num_tokens: int) -> bool:
+        """Make room for writing `num_tokens` more, evicting what is idle if need be.
+
+        Returns False, and changes nothing, if there is no room now. The room is not held: write
+        before anything else takes blocks.
+
+        Raises:
+            StaleSequence: if it was released, or its weights were replaced.
+        """
+        if self.root.epoch != self.cache.epoch:
+            raise self._stale()
+        needed = self.num_blocks_needed(num_tokens)
+        return not needed or self.cache.pool.reserve(needed)
+
+    def write(self, tokens: Tokens) -> None:
+        """Append tokens whose K and V the coming step computes.
+
+        A last block that others reference, or that is published, is left as it is: the sequence
+        moves to a fresh copy, which is queued and has to run before the step's writes. A published
+        tail that only this sequence holds, and goes on exactly, is written on in place.
+
+        Raises:
+            StaleSequence: if it was released, or its weights were replaced.
+            InvalidRequest: if `reserve` has not made room; nothing has changed then.
+        """
+        cache = self.cache
+        if self.root.epoch != cache.epoch:
+            raise self._stale()
+        data = pack_tokens(tokens)
+        block_size = cache.block_size
+        last = self.last_block
+        room = last.depth * block_size - self.num_tokens
+        if len(data) > room * 4 or not self._may_write_in_place(last, block_size - room):
+            needed = self.num_blocks_needed(len(data) // 4)
+            if needed > len(cache.pool.free):
+                raise InvalidRequest(
+                    f"a write of {len(data) // 4} tokens takes {needed} free blocks, "
+                    f"{len(cache.pool.free)} are free: reserve first"
+                )
+        if room and data:
+            last = self._open_last_block(last, block_size - room)
+            last.tokens = last.tokens[: (block_size - room) * 4] + data[: room * 4]
+        if len(data) > room * 4:
+            last = cache.pool.extend(last, data, room * 4)
+        self.last_block = last
+        self.num_tokens += len(data) // 4
+
+    def _may_write_in_place(self, block: Block, offset: int) -> bool:
+        if block.refs != 1:
+            return False
+        return block.state == PRIVATE or (block.state == TAIL and len(block.tokens) == offset * 4)
+
+    def _open_last_block(self, block: Block, offset: int) -> Block:
+        """Return the block to write into from slot `offset` on: this one, or a copy of it."""
+        cache = self.cache
+        if self._may_write_in_place(block, offset):
+            if block.state == TAIL:
+                cache.take_over(block)
+            return block
+        cache.stats.num_copies += 1
+        cache.stats.num_slots_copied += offset
+        del self._table[block.depth - 1 :]
+        return cache.pool.copy_on_write(block, offset)
+
+    def commit(self) -> None:
+        """Say that K and V of the scheduled tokens are there; publish the blocks they filled."""
+        block_size = self.cache.block_size
+        num_published = self.num_computed_tokens // block_size
+        self.num_computed_tokens = self.num_tokens
+        if self.num_tokens // block_size == num_published:
+            return
+        block = self.last_block
+        follower = None
+        if block.depth * block_size > self.num_tokens:
+            follower = block
+            block = self._parent(block)
+        chain = []
+        while block.depth > num_published:
+            chain.append(block)
+            block = self._parent(block)
+        chain.reverse()
+        moved = self.cache.publish(chain, follower)
+        if moved is not None:
+            del self._table[num_published + moved :]
+            if follower is None:
+                self.last_block = chain[-1]
+
+    def discard(self) -> None:
+        """Take the scheduled tokens back: the step did not run, or it failed."""
+        self._cut(self.num_computed_tokens)
+        last = self.last_block
+        if last.state == PRIVATE and last.refs == 1 and last.block_id >= 0:
+            offset = self.num_tokens - (last.depth - 1) * self.cache.block_size
+            last.tokens = last.tokens[: offset * 4]
+
+    # -- branching -------------------------------------------------------------------------------
+
+    def fork(self) -> "Sequence":
+        """Return a new sequence that shares every block; O(1), copies nothing.
+
+        Raises:
+            StaleSequence: if it was released, or its weights were replaced.
+            InvalidRequest: if tokens are scheduled.
+        """
+        if self.root.epoch != self.cache.epoch:
+            raise self._stale()
+        self._refuse_if_scheduled("fork")
+        self.cache.stats.num_forks += 1
+        return Sequence(self.cache, self.root, self.last_block, self.num_tokens)
+
+    def rollback(self, num_tokens: int) -> None:
+        """Cut the sequence to its first `num_tokens` tokens; others keep what they share.
+
+        Raises:
+            StaleSequence: if it was released, or its weights were replaced.
+            InvalidRequest: if tokens are scheduled, or it is shorter than that.
+        """
+        if self.root.epoch != self.cache.epoch:
+            raise self._stale()
+        self._refuse_if_scheduled("rollback")
+        if not 0 <= num_tokens <= self.num_tokens:
+            raise InvalidRequest(f"rollback to {num_tokens} of {self.num_tokens} tokens")
+        self._cut(num_tokens)
+        self.num_computed_tokens = num_tokens
+
+    def drop_partial(self) -> bool:
+        """Give up the part of the last block that was matched, if that is less than all of it.
+
+        For when the copy that a partial hit takes does not fit; returns whether anything was
+        given up.
+        """
+        extra = self.num_tokens % self.cache.block_size
+        if extra:
+            self._refuse_if_scheduled("drop_partial")
+            self.rollback(self.num_tokens - extra)
+        return extra > 0
+
+    def release(self, *, cold: bool = False) -> None:
+        """Give up all blocks; what is published stays findable until it is evicted.
+
+        Scheduled tokens are discarded. A half-filled last block is published as a tail. With
+        `cold`, what becomes idle by this is the first to be evicted. A second release does nothing.
+        """
+        if self.root is _RELEASED:
+            return
+        if self.num_tokens != self.num_computed_tokens:
+            self.discard()
+        cache = self.cache
+        last = self.last_block
+        if (
+            cache.keep_tails
+            and last.state == PRIVATE
+            and last.refs == 1
+            and last.parent is not None
+            and last.parent.state == FULL
+            and 0 < len(last.tokens) < cache.block_size * 4
+            and last not in cache.pool.copies  # its copy has not run: it holds nothing yet
+        ):
+            cache.publish_tail(last)
+        cache.sequences.discard(self)
+        self.root = _RELEASED
+        self.last_block = _RELEASED
+        self.num_tokens = self.num_computed_tokens = 0
+        cache.pool.release(last, cold=cold)
+
+    # -- reading ---------------------------------------------------------------------------------
+
+    def block_table(self) -> "array[int]":
+        """Return the physical ids of the blocks in logical order (typecode "i").
+
+        The array is the sequence's own: valid until its next operation, not to be changed. Costs
+        O(1) for each block that is new since the last call; O(blocks) once after a fork.
+        """
+        table = self._table
+        depth = self.last_block.depth
+        del table[depth:]
+        if len(table) < depth:
+            ids = []
+            block = self.last_block
+            while block.depth > len(table):
+                ids.append(block.block_id)
+                block = self._parent(block)
+            table.extend(reversed(ids))
+        return table
+
+    def _cut(self, num_tokens: int) -> None:
+        pool = self.cache.pool
+        block_size = self.cache.block_size
+        last = self.last_block
+        while last.depth > 0 and (last.depth - 1) * block_size >= num_tokens:
+            parent = self._parent(last)
+            parent.refs += 1  # `last` holds one, so it is not idle
+            pool.release(last)
+            last = parent
+        self.last_block = last
+        self.num_tokens = num_tokens
+        del self._table[last.depth :]
+
+    @staticmethod
+    def _parent(block: Block) -> Block:
+        assert block.parent is not None
+        return block.parent
+
+    def _refuse_if_scheduled(self, what: str) -> None:
+        if self.num_tokens != self.num_computed_tokens:
+            raise InvalidRequest(
+                f"{what} between write and commit: {self.num_scheduled_tokens} tokens are scheduled"
+            )
+
+    def _stale(self) -> StaleSequence:
+        if self.root is _RELEASED:
+            return StaleSequence("the sequence was released")
+        return StaleSequence(
+            f"the sequence was computed by the weights of epoch {self.root.epoch}, "
+            f"now is epoch {self.cache.epoch}: release it and open it again"
+        )

@@ -1,0 +1,219 @@
+"""A small world around a `PrefixCache`: streams of tokens, a fake KV and a naive oracle.
+
+The oracle keeps every stream as a plain list and knows nothing of blocks. After each operation it
+recomputes what must hold and raises AssertionError if it does not.
+"""
+
+from array import array
+from collections import Counter
+from dataclasses import dataclass
+
+from fake_kv import FakeKV, chain_of
+
+from prefixkv.block import FREE, TAIL, Block
+from prefixkv.hashing import DigestFunction, chain_digest, pack_tokens, unpack_tokens
+from prefixkv.identity import ModelIdentity
+from prefixkv.prefix_cache import PrefixCache
+from prefixkv.sequence import Sequence
+
+DIGESTS: dict[str, DigestFunction] = {
+    "good": chain_digest,
+    "constant": lambda data: b"",
+    "one bit": lambda data: bytes([chain_digest(data)[0] & 1]),
+    "last token": lambda data: data[-4:],
+}
+
+IDENTITIES = [
+    ModelIdentity(architecture="m"),
+    ModelIdentity(architecture="m", salt="a"),
+    ModelIdentity(architecture="m", adapter_name="a"),
+]
+
+
+@dataclass(eq=False)
+class Stream:
+    """What one sequence is meant to hold: all its tokens, computed or not."""
+
+    identity: ModelIdentity
+    tokens: list[int]
+    sequence: Sequence
+
+
+class World:
+    """Operations on streams, each followed by nothing; call `check` after each."""
+
+    def __init__(self, num_blocks: int, block_size: int, digest: str = "good") -> None:
+        self.cache = PrefixCache(num_blocks + 1, block_size, digest=DIGESTS[digest])
+        self.has_good_digest = digest == "good"
+        self.kv = FakeKV()
+        self.streams: list[Stream] = []
+
+    # -- operations ------------------------------------------------------------------------------
+
+    def open(self, identity: ModelIdentity, tokens: list[int]) -> Stream:
+        """Open a stream; its match must be as long as the oracle finds one."""
+        longest = self.longest_published(identity, tokens)
+        stream = Stream(identity, list(tokens), Sequence.open(self.cache, identity, tokens))
+        found = stream.sequence.num_tokens
+        assert found <= longest
+        assert found == longest or not self.has_good_digest, (found, longest)
+        self.streams.append(stream)
+        return stream
+
+    def schedule(self, stream: Stream, num_tokens: int) -> bool:
+        """Reserve and write the next tokens; on refusal nothing may have changed."""
+        sequence = stream.sequence
+        needed = sequence.num_blocks_needed(num_tokens)
+        expected = self.num_available() >= needed
+        assert self.cache.pool.can_reserve(needed) == expected
+        before = self.snapshot()
+        reserved = sequence.reserve(num_tokens)
+        assert reserved == expected
+        if not reserved:
+            assert self.snapshot() == before, "invariant 8 (failed operation): it changed something"
+            return False
+        assert len(self.cache.pool.free) >= needed
+        self.kv.poison_free(self.cache)  # evicted just now
+        start = sequence.num_tokens
+        sequence.write(stream.tokens[start : start + num_tokens])
+        return True
+
+    def run(self, streams: list[Stream], *, fail_copies: bool = False, fail: bool = False) -> None:
+        """Run the step that computes what is scheduled, or let it fail on the way."""
+        if not fail_copies:
+            self.kv.copy(self.cache.pending_copies)
+            self.cache.pool.finish_copies()
+            for stream in streams:
+                self.kv.write(stream.sequence, stream.tokens, failed=fail)
+        for stream in streams:
+            if fail or fail_copies:
+                stream.sequence.discard()
+            else:
+                stream.sequence.commit()
+
+    def release(self, stream: Stream, *, cold: bool = False) -> None:
+        """End a stream."""
+        self.streams.remove(stream)
+        stream.sequence.release(cold=cold)
+
+    def fork(self, stream: Stream) -> Stream:
+        """Fork a stream; no block may change hands."""
+        free = len(self.cache.pool.free)
+        child = Stream(stream.identity, list(stream.tokens), stream.sequence.fork())
+        assert len(self.cache.pool.free) == free
+        self.streams.append(child)
+        return child
+
+    def rollback(self, stream: Stream, num_tokens: int) -> None:
+        """Cut a stream to a shorter length."""
+        stream.sequence.rollback(num_tokens)
+        del stream.tokens[num_tokens:]
+
+    def preempt(self, stream: Stream) -> None:
+        """Release and open anew."""
+        stream.sequence.release()
+        self.kv.poison_free(self.cache)
+        stream.sequence = Sequence.open(self.cache, stream.identity, stream.tokens or [0])
+        stream.tokens = stream.tokens or [0]
+
+    def weights_changed(self) -> None:
+        """Replace the weights; every stream is preempted."""
+        self.cache.weights_changed()
+        self.check()
+        for stream in self.streams:
+            self.preempt(stream)
+            assert stream.sequence.num_tokens == 0
+
+    # -- oracle ----------------------------------------------------------------------------------
+
+    def num_available(self) -> int:
+        """Blocks that are free, or have neither sequence nor queued copy at or below them."""
+        pool = self.cache.pool
+        held: set[Block] = set()
+        for sequence in self.cache.sequences:
+            held.update(chain_of(sequence.last_block))
+        for copy in pool.copies.values():
+            held.update(chain_of(copy.source))
+            held.update(chain_of(copy.target))
+        return pool.num_usable - len(held)
+
+    def longest_published(self, identity: ModelIdentity, tokens: list[int]) -> int:
+        """The longest beginning of tokens[:-1] that any published chain holds."""
+        canonical = identity.at_epoch(self.cache.epoch).canonical
+        root = self.cache.pool.roots.get(canonical)
+        best = 0
+        for block in self.cache.pool.blocks:
+            if block.state < TAIL:
+                continue
+            chain = chain_of(block)
+            if chain[0].parent is not root:
+                continue
+            held = [t for b in chain for t in unpack_tokens(b.tokens)]
+            shared = 0
+            for ours, theirs in zip(tokens[:-1], held, strict=False):
+                if ours != theirs:
+                    break
+                shared += 1
+            best = max(best, shared)
+        return best
+
+    def snapshot(self) -> object:
+        """Everything that a failed operation must leave alone."""
+        pool = self.cache.pool
+        blocks = tuple(
+            (b.tokens, b.parent, b.refs, b.state, b.digest, b.depth, b.last_use, b.priority)
+            for b in pool.blocks
+        )
+        sequences = {s: (s.last_block, s.num_tokens) for s in self.cache.sequences}
+        books = (list(pool.free), list(pool.order), dict(pool.index), dict(pool.copies))
+        return blocks, sequences, books, dict(self.kv.slots)
+
+    def check(self) -> None:
+        """All invariants, those of the content included."""
+        cache = self.cache
+        self.kv.poison_free(cache)
+        cache.check_invariants()
+        assert Counter(s.sequence for s in self.streams) == Counter(cache.sequences)
+        assert cache.pool.num_reclaimable() == self.num_available() - len(cache.pool.free)
+        kv = FakeKV(dict(self.kv.slots))
+        kv.copy(cache.pending_copies)  # what will run before anything is read
+        for stream in self.streams:
+            canonical = stream.sequence.root.identity
+            for position, content in enumerate(kv.read(stream.sequence)):
+                expected = (canonical, tuple(stream.tokens[: position + 1]))
+                assert content == expected, f"invariant 5 (content): position {position}"
+        self._check_published(kv)
+
+    def _check_published(self, kv: FakeKV) -> None:
+        """What is published holds exactly what it says."""
+        for block in self.cache.pool.blocks:
+            if block.state < TAIL:
+                continue
+            chain = chain_of(block)
+            root = chain[0].parent
+            tokens = tuple(t for b in chain for t in unpack_tokens(b.tokens))
+            start = (block.depth - 1) * self.cache.block_size
+            for offset in range(len(block.tokens) // 4):
+                content = kv.slots.get((block.block_id, offset))
+                identity = getattr(root, "identity", None)
+                expected = (identity, tokens[: start + offset + 1])
+                assert content == expected, f"invariant 5 (content): published {block} lies"
+
+    def finish(self) -> None:
+        """Release everything, evict everything: the pool must be as at the start."""
+        for stream in list(self.streams):
+            self.release(stream)
+        self.check()
+        pool = self.cache.pool
+        assert pool.reserve(pool.num_usable)
+        assert len(pool.free) == pool.num_usable
+        assert not pool.index
+        assert not pool.roots
+        assert not pool.copies
+        assert all(b.state == FREE and b.refs == 0 for b in pool.blocks)
+        self.cache.check_invariants()
+
+
+def packed(*tokens: int) -> bytes:
+    """Packed token ids."""
+    return pack_tokens(array("i", tokens))
