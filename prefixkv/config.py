@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from prefixkv.errors import ConfigError
 
+DEFAULT_MODEL = "smollm2-135m"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
@@ -12,6 +14,8 @@ class SchedulerConfig:
     Args:
         max_num_seqs: requests that may run at once.
         max_num_batched_tokens: the token budget of a step.
+        max_prefill_chunk: prompt tokens of one request in one step, at most; None leaves it to the
+            budget. A short chunk keeps the streams of other requests smooth.
         max_model_len: prompt and output tokens of one request, at most.
         max_num_waiting: requests that may wait; None means any number.
     """
@@ -19,16 +23,72 @@ class SchedulerConfig:
     max_model_len: int
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
+    max_prefill_chunk: int | None = None
     max_num_waiting: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
             require_positive(name, getattr(self, name))
-        if self.max_num_waiting is not None:
-            require_positive("max_num_waiting", self.max_num_waiting)
+        for name in ("max_prefill_chunk", "max_num_waiting"):
+            if getattr(self, name) is not None:
+                require_positive(name, getattr(self, name))
 
 
 def require_positive(name: str, value: object) -> None:
     """Raise ConfigError unless `value` is an integer >= 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"{name} is {value!r}; it must be an integer >= 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """All options of an engine; what is None is chosen when the model is known.
+
+    Args:
+        model: a local folder, a GGUF file, a hub id, or the name of the default model.
+        dtype: of weights and KV: "auto", "float32", "bfloat16", "float16" or "float64".
+        max_model_len: tokens of one request; None means the model's context, or the pool if that
+            is smaller.
+        block_size: tokens a block.
+        num_blocks: size of the pool; None means `kv_cache_memory_bytes`.
+        kv_cache_memory_bytes: size of the pool; None means a quarter of the free memory.
+        enable_prefix_caching: False computes every prompt anew.
+        attention_backend: "auto", "cpu" or "reference".
+        seed: of the seeds of requests that have none; None draws it at random.
+
+    The others are those of `SchedulerConfig`.
+    """
+
+    model: str = DEFAULT_MODEL
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    block_size: int = 16
+    num_blocks: int | None = None
+    kv_cache_memory_bytes: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    max_prefill_chunk: int | None = None
+    max_num_waiting: int | None = None
+    enable_prefix_caching: bool = True
+    attention_backend: str = "auto"
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_blocks", "kv_cache_memory_bytes", "max_model_len"):
+            if getattr(self, name) is not None:
+                require_positive(name, getattr(self, name))
+        if self.num_blocks is not None and self.kv_cache_memory_bytes is not None:
+            raise ConfigError(
+                f"num_blocks ({self.num_blocks}) and kv_cache_memory_bytes "
+                f"({self.kv_cache_memory_bytes}) both set the size of the pool: give one"
+            )
+
+    def scheduler_config(self, max_model_len: int) -> SchedulerConfig:
+        """The scheduler's part, with the length that was settled on."""
+        return SchedulerConfig(
+            max_model_len=max_model_len,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_prefill_chunk=self.max_prefill_chunk,
+            max_num_waiting=self.max_num_waiting,
+        )

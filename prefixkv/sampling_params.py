@@ -56,7 +56,7 @@ class SamplingParams:
                   "an integer >= 1")  # fmt: skip
         check(len(self.stop) <= MAX_STOP_STRINGS, "stop", len(self.stop),
               f"at most {MAX_STOP_STRINGS} strings")  # fmt: skip
-        check(all(isinstance(s, str) and s for s in self.stop), "stop", self.stop,
+        check("" not in self.stop, "stop", self.stop,
               "non-empty strings")  # fmt: skip
         check(all(_is_int(t) and t >= 0 for t in self.stop_token_ids), "stop_token_ids",
               self.stop_token_ids, "token ids >= 0")  # fmt: skip

@@ -1,0 +1,104 @@
+"""Runs a scheduler's steps over the fake KV, with a model that is a function of the tokens."""
+
+from collections.abc import Callable, Sequence
+
+from fake_kv import FakeKV
+
+from prefixkv.config import SchedulerConfig
+from prefixkv.identity import ModelIdentity
+from prefixkv.prefix_cache import PrefixCache
+from prefixkv.request import Request
+from prefixkv.sampling_params import SamplingParams
+from prefixkv.scheduler import ScheduledRequest, Scheduler
+
+IDENTITY = ModelIdentity(architecture="fake")
+VOCAB_SIZE = 3
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    """The fake model: a token that depends on all before it."""
+    state = 7
+    for token in tokens:
+        state = (state * 31 + token + 1) % 1_000_003
+    return state % VOCAB_SIZE
+
+
+def serial_output(prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """What a request gives when it runs alone without a cache."""
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+class FakeExecutor:
+    """A scheduler with a fake KV; each token is drawn only if every slot it reads is right."""
+
+    def __init__(
+        self, num_blocks: int, block_size: int, *, enabled: bool = True, **limits: int | None
+    ) -> None:
+        self.cache = PrefixCache(num_blocks + 1, block_size, enabled=enabled)
+        config = SchedulerConfig(max_model_len=10_000, **limits)  # type: ignore[arg-type]
+        self.scheduler = Scheduler(self.cache, config)
+        self.kv = FakeKV()
+        self.finished: dict[str, list[int]] = {}
+        self.num_computed = 0
+        self.num_requests = 0
+        self.max_steps = 10_000
+        self.on_batch: Callable[[list[ScheduledRequest]], None] = lambda batch: None
+
+    def add(
+        self, prompt: Sequence[int], max_tokens: int, identity: ModelIdentity = IDENTITY
+    ) -> Request:
+        """Queue a request."""
+        request = Request(
+            str(self.num_requests), list(prompt), SamplingParams(max_tokens=max_tokens), identity,
+            number=self.num_requests, max_tokens=max_tokens,
+        )  # fmt: skip
+        self.num_requests += 1
+        self.scheduler.add(request)
+        return request
+
+    def step(self, *, fail: bool = False) -> list[ScheduledRequest]:
+        """One step; with `fail`, its requests end without another token."""
+        batch = self.scheduler.schedule()
+        self.on_batch(batch)
+        self.scheduler.check_invariants()
+        self.kv.copy(self.cache.pending_copies)
+        self.cache.pool.finish_copies()
+        for item in batch:
+            self.kv.write(item.sequence, item.request.tokens.tolist(), failed=fail)
+        for item in batch:
+            if fail:
+                self.scheduler.finish(item.request)
+            else:
+                self._advance(item)
+        self.scheduler.check_invariants()
+        self.kv.poison_free(self.cache)
+        return batch
+
+    def _advance(self, item: ScheduledRequest) -> None:
+        request = item.request
+        samples = item.samples
+        item.sequence.commit()
+        self.num_computed += item.num_tokens
+        request.usage.num_computed_tokens += item.num_tokens
+        self.scheduler.committed(request)
+        if not samples:
+            return
+        tokens = request.tokens.tolist()
+        for position, content in enumerate(self.kv.read(item.sequence)):
+            expected = (item.sequence.root.identity, tuple(tokens[: position + 1]))
+            assert content == expected, f"{request} reads {content} at {position}"
+        request.append(next_token(tokens))
+        if request.num_output_tokens == request.max_tokens:
+            self.finished[request.request_id] = request.tokens[request.num_prompt_tokens :].tolist()
+            self.scheduler.finish(request)
+
+    def run(self) -> dict[str, list[int]]:
+        """Run until nothing is left to do; outputs by request id."""
+        for _ in range(self.max_steps):
+            if not self.scheduler.has_work:
+                return self.finished
+            self.step()
+        raise AssertionError(f"{self.scheduler.num_waiting} still wait: no progress")
