@@ -23,6 +23,7 @@ def check(cache: PrefixCache) -> None:
     _check_published(cache)
     for sequence in cache.sequences:
         _check_written(sequence)
+    for sequence in cache.sequences:
         _check_chain(sequence)
     _check_eviction_order(cache)
     _check_free(cache)

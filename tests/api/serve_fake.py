@@ -1,0 +1,23 @@
+"""`prefixkv` with the fake engine behind it, for tests that need a process of their own."""
+
+import os
+import time
+
+from prefixkv.api import cli, server
+from prefixkv.api.engine_interface import ServingEngine
+from prefixkv.config import EngineConfig
+from tests.api.fake_engine import FakeEngine
+
+
+def build_engine(config: EngineConfig) -> ServingEngine:
+    """Return a fake engine, as slow to load and to answer as the test wants it."""
+    print(f"loading {config.model}", flush=True)  # noqa: T201 # the test waits for this line
+    time.sleep(float(os.environ.get("FAKE_LOAD_S", "0")))
+    engine = FakeEngine()
+    engine.step_s = float(os.environ.get("FAKE_STEP_S", "0"))
+    return engine
+
+
+if __name__ == "__main__":
+    server.build_engine = build_engine
+    cli.main()
