@@ -11,7 +11,7 @@ import sys
 from heapq import heappop, heappush
 from typing import Final
 
-from prefixkv.block import FREE, PRIVATE, TAIL, Block, BlockCopy, Root, remove_child
+from prefixkv.block import FREE, PRIVATE, Block, BlockCopy, Root, remove_child
 from prefixkv.config import require_positive
 from prefixkv.eviction import EvictionOrder, Rank, rank
 
@@ -204,10 +204,13 @@ class BlockPool:
         private one is freed, which drops its reference on its parent in turn.
         """
         pending = [block]
+        self.clock += 1
         while pending:
             block = pending.pop()
             block.refs -= 1
             assert block.refs >= 0
+            if block.state != PRIVATE:
+                block.last_use = self.clock  # counts even if a follower keeps it from being idle
             if block.refs:
                 continue
             if block.block_id < 0:
@@ -215,8 +218,6 @@ class BlockPool:
                 continue
             self.version += 1
             if block.state != PRIVATE:
-                self.clock += 1
-                block.last_use = self.clock
                 block.priority = -1 if cold else 0
                 self.order.add(block)
                 continue
@@ -272,7 +273,3 @@ class BlockPool:
         copies, self.copies = self.copies, {}
         for copy in copies.values():
             self.release(copy.source)
-
-    def is_published(self, block: Block) -> bool:
-        """Whether the block is findable (or an open root)."""
-        return block.state >= TAIL

@@ -220,6 +220,19 @@ def test_a_parent_inherits_the_newer_use() -> None:
     assert [b.tokens for b in world.cache.pool.index.values()] == [pack_tokens([0, 0])]
 
 
+def test_a_use_counts_even_while_a_follower_holds_the_block() -> None:
+    """A block that is matched again and again outlives its stale follower and older chains."""
+    world = World(num_blocks=6, block_size=2)
+    compute(world, [0, 0, 1, 1])
+    world.release(world.streams[0])
+    compute(world, [1, 0])
+    world.release(world.streams[0])
+    world.release(world.open(MODEL, [0, 0, 0]))  # uses the first block only
+    assert world.cache.pool.reserve(5)
+    world.check()
+    assert [b.tokens for b in world.cache.pool.index.values()] == [pack_tokens([0, 0])]
+
+
 def test_cold_blocks_are_evicted_first() -> None:
     """What a losing branch leaves goes before everything else, however recent."""
     world = World(num_blocks=6, block_size=2)

@@ -67,12 +67,13 @@ class World:
         expected = self.num_available() >= needed
         assert self.cache.pool.can_reserve(needed) == expected
         before = self.snapshot()
+        free = self.free_after_evicting(needed)
         reserved = sequence.reserve(num_tokens)
         assert reserved == expected
         if not reserved:
             assert self.snapshot() == before, "invariant 8 (failed operation): it changed something"
             return False
-        assert len(self.cache.pool.free) >= needed
+        assert set(self.cache.pool.free) == free
         self.kv.poison_free(self.cache)  # evicted just now
         start = sequence.num_tokens
         sequence.write(stream.tokens[start : start + num_tokens])
@@ -136,6 +137,24 @@ class World:
             held.update(chain_of(copy.source))
             held.update(chain_of(copy.target))
         return pool.num_usable - len(held)
+
+    def free_after_evicting(self, needed: int) -> set[Block]:
+        """What is free once `needed` blocks are, evicting one at a time by the rules."""
+        free = set(self.cache.pool.free)
+        blocks = [b for b in self.cache.pool.blocks if b.state >= TAIL]
+        refs = {b: b.refs for b in blocks}
+        last_use = {b: b.last_use for b in blocks}
+        while len(free) < needed:
+            idle = [b for b in blocks if refs[b] == 0 and b not in free]
+            if not idle:
+                break
+            victim = min(idle, key=lambda b: (b.priority, last_use[b], -b.depth, b.block_id))
+            free.add(victim)
+            parent = victim.parent
+            if parent in refs:
+                refs[parent] -= 1
+                last_use[parent] = max(last_use[parent], last_use[victim])
+        return free
 
     def longest_published(self, identity: ModelIdentity, tokens: list[int]) -> int:
         """The longest beginning of tokens[:-1] that any published chain holds."""

@@ -81,9 +81,7 @@ def test_a_packed_batch_gives_what_transformers_gives(
     "config",
     [
         hf.Gemma2Config(**SMALL, head_dim=8, sliding_window=3, attn_logit_softcapping=None),
-        hf.Qwen3MoeConfig(
-            **SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
-        ),
+        hf.Qwen3MoeConfig(**SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
     ],
     ids=name,
 )

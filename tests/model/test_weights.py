@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers as hf
+from safetensors.torch import load_file, save_file
 
 from prefixkv import weights
 from prefixkv.errors import ModelError, WeightsError
@@ -79,7 +80,7 @@ def test_a_lora_adapter(folder: Path) -> None:
         weights.resolve(str(folder))
 
 
-@pytest.mark.parametrize("num_bytes", [-1, 2000])
+@pytest.mark.parametrize("num_bytes", [-1, 2500])
 def test_truncated_safetensors_name_both_sizes(folder: Path, num_bytes: int) -> None:
     path = folder / "model.safetensors"
     expected = cut(path, num_bytes)
@@ -177,6 +178,15 @@ def test_weights_of_another_shape_are_a_model_error(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"hidden_size": 32}))
     with pytest.raises(ModelError, match="transformers cannot load it"):
+        LanguageModel.load(str(folder))
+
+
+def test_a_tensor_that_the_files_lack_is_named(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(WeightsError, match=r"lack 1 .*: model\.layers\.1\.mlp\.up_proj\.weight"):
         LanguageModel.load(str(folder))
 
 
