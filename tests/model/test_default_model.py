@@ -16,7 +16,12 @@ SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 QUESTION = {"role": "user", "content": "What is the capital of France?"}
 PROSE = (
     "The sun rises in the east and sets in the west. Water boils at one hundred degrees Celsius, "
-    "and it freezes at zero. Most people sleep at night and work during the day."
+    "and it freezes at zero. Most people sleep at night and work during the day. The French "
+    "Revolution was a period of political and societal change in France which began in 1789 and "
+    "ended in 1799. Many of its ideas are considered fundamental principles of liberal democracy, "
+    "and its values and institutions remain central to modern French political discourse. In "
+    "mathematics, a prime number is a natural number greater than one that is not a product of two "
+    "smaller natural numbers."
 )
 
 
@@ -118,9 +123,9 @@ def test_it_answers_with_paris_and_the_next_turn_extends_the_first(
 def test_plain_prose_surprises_it_little(
     smollm2: LanguageModel, tokenizer: Tokenizer, dense_attention: Any
 ) -> None:
-    """Wrongly permuted or scaled weights would give some 10 nats a token."""
+    """It loses 2.4 nats a token; with queries and keys left in the order of the GGUF file, 4.5."""
     token_ids = tokenizer.encode(PROSE)
     logits = logits_of(smollm2, token_ids, dense_attention)
     loss = torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(token_ids[1:]))
 
-    assert loss < 2.5
+    assert loss < 3

@@ -1,6 +1,7 @@
 """Text that comes out token by token is the text of all tokens, cut before the first stop string,
 wherever tokens begin and end."""
 
+import itertools
 from collections.abc import Sequence
 
 import pytest
@@ -44,7 +45,10 @@ def sentencepiece_like() -> Tokenizer:
             decoders.Strip(" ", 1, 0),
         ]
     )
-    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=rust, bos_token="<s>"))
+    hf = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=rust, bos_token="<s>"
+    )
+    return Tokenizer(hf)
 
 
 SENTENCEPIECE = sentencepiece_like()
@@ -72,7 +76,7 @@ def cut(text: str, stop: Sequence[str]) -> tuple[str, str | None]:
 
 def split(data: bytes, cuts: Sequence[int]) -> list[bytes]:
     edges = [0, *sorted({c % (len(data) + 1) for c in cuts}), len(data)]
-    return [data[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    return [data[a:b] for a, b in itertools.pairwise(edges)]
 
 
 texts = st.text(alphabet="ab é日🙂\ufffd\n", max_size=30)

@@ -5,12 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as hf
+import transformers
 
 from prefixkv.errors import ModelError
 from prefixkv.model import LanguageModel
 
-SMALL = {
+hf: Any = transformers  # partly untyped
+
+SMALL: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -35,7 +37,12 @@ SERVED = [
     (hf.MistralConfig(**SMALL, sliding_window=None), ALL),
     (hf.Phi3Config(**SMALL, sliding_window=4), (4,) * 4),
     (
-        hf.Gemma3TextConfig(**SMALL, head_dim=8, sliding_window=3, sliding_window_pattern=3),
+        hf.Gemma3TextConfig(
+            **SMALL,
+            head_dim=8,
+            sliding_window=3,
+            layer_types=[*["sliding_attention"] * 2, "full_attention", "sliding_attention"],
+        ),
         (3, 3, None, 3),
     ),
     (hf.SmolLM3Config(**SMALL), ALL),
@@ -70,7 +77,7 @@ def test_a_packed_batch_gives_what_transformers_gives(
     attention = dense_attention(model, lengths)
     rows = torch.tensor([18, 10, 3, 11])
     logits = model.forward(token_ids, attention.positions, attention, rows)
-    parts = [reference(part[None]).logits[0] for part in token_ids.split(lengths)]
+    parts = [reference(part[None]).logits[0] for part in torch.split(token_ids, lengths)]
 
     assert attention.layers == [0, 1, 2, 3]
     assert model.facts.windows == windows

@@ -2,6 +2,7 @@
 depends on nothing but its own row."""
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,7 +38,8 @@ def warped(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
         warpers.append(TopPLogitsWarper(params.top_p))
     if params.min_p > 0:
         warpers.append(MinPLogitsWarper(params.min_p))
-    return warpers(torch.empty(len(logits), 0), logits.clone())
+    no_tokens: Any = torch.empty(len(logits), 0, dtype=torch.int64)
+    return torch.as_tensor(warpers(no_tokens, logits.clone()))
 
 
 @pytest.mark.parametrize("vocab_size", [17, 5000])

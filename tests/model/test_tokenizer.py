@@ -23,7 +23,9 @@ def byte_tokenizer(template: str | None) -> Tokenizer:
     rust = RustTokenizer(models.BPE(vocab, []))
     rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     rust.decoder = decoders.ByteLevel()
-    hf = PreTrainedTokenizerFast(tokenizer_object=rust, bos_token="<s>")
+    hf = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=rust, bos_token="<s>"
+    )
     hf.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", 0)]
     )

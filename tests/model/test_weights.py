@@ -64,13 +64,13 @@ def test_a_whole_folder_resolves_to_its_files(folder: Path) -> None:
 
 def test_a_folder_without_weights(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(WeightsError, match="has no weights: neither model.safetensors nor"):
+    with pytest.raises(WeightsError, match=r"has no weights: neither model\.safetensors nor"):
         weights.resolve(str(folder))
 
 
 def test_a_folder_without_a_config(folder: Path) -> None:
     (folder / "config.json").unlink()
-    with pytest.raises(WeightsError, match="has no config.json"):
+    with pytest.raises(WeightsError, match=r"has no config\.json"):
         weights.resolve(str(folder))
 
 
@@ -142,7 +142,7 @@ def test_nothing_of_that_name(spec: str) -> None:
 
 def test_a_file_that_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "x.bin").write_bytes(b"x")
-    with pytest.raises(ModelError, match="but not a .gguf one"):
+    with pytest.raises(ModelError, match=r"but not a \.gguf one"):
         weights.resolve(str(tmp_path / "x.bin"))
 
 

@@ -1,0 +1,53 @@
+# Everything that needs installing is installed by the targets themselves, into .venv.
+# PYTHON names the interpreter that makes .venv; HOST, PORT and MODEL go to `make serve`.
+
+PYTHON ?= python3
+HOST ?= 127.0.0.1
+PORT ?= 8000
+MODEL ?= smollm2-135m
+BIN := .venv/bin
+
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make serve      install, fetch the default model, serve it on $(HOST):$(PORT)"
+	@echo "make test       install, run the whole test suite"
+	@echo "make check      formatting, lint, types (strict), import layers"
+	@echo "make coverage   branch coverage of the pure-Python core, at least 98 %"
+	@echo "make bench      the bookkeeping benchmark; TRACE=conversation_trace.jsonl"
+	@echo "make clean      remove .venv and what tools leave behind"
+
+# pip, not uv: constraints.txt pins what was tested
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "prefixkv needs Python 3.11 or newer")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+install: .venv/installed
+
+serve: install
+	$(BIN)/prefixkv pull $(MODEL)
+	$(BIN)/prefixkv serve $(MODEL) --host $(HOST) --port $(PORT)
+
+test: install
+	$(BIN)/pytest
+
+check: install
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+coverage: install
+	$(BIN)/pytest tests/core --cov --cov-report=
+	$(BIN)/coverage report --include='prefixkv/block.py,prefixkv/config.py,prefixkv/errors.py,prefixkv/eviction.py,prefixkv/hashing.py,prefixkv/identity.py,prefixkv/invariants.py,prefixkv/pool.py,prefixkv/prefix_cache.py,prefixkv/request.py,prefixkv/scheduler.py,prefixkv/sequence.py' --show-missing --fail-under=98
+
+bench: install
+	$(BIN)/python -P benchmarks/bookkeeping.py $(TRACE)
+
+clean:
+	rm -rf .venv build dist *.egg-info .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+
+.PHONY: help install serve test check coverage bench clean

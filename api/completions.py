@@ -1,0 +1,54 @@
+"""POST /v1/completions."""
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from prefixkv.api.body import parse_object
+from prefixkv.api.endpoint import Job, Shape, answer, read_job
+from prefixkv.api.prompts import token_prompts
+from prefixkv.api.responses import completion_body
+from prefixkv.api.schemas import CompletionRequest, parse_request
+from prefixkv.api.service import Service
+from prefixkv.api.streaming import CompletionChunks
+from prefixkv.api.unsupported import UNSUPPORTED_IN_COMPLETIONS, refuse_unsupported
+
+# OpenAI's default; a chat in contrast goes on to its own end
+DEFAULT_MAX_TOKENS = 16
+
+_SHAPE = Shape("cmpl", completion_body, CompletionChunks)
+
+
+def completions_router(service: Service) -> APIRouter:
+    """Return the route of text completions over `service`."""
+    router = APIRouter()
+
+    @router.post("/v1/completions", response_model=None)
+    async def create_completion(request: Request) -> Response:
+        """Continue one prompt or several."""
+        job = await read_job(service, request, completion_job)
+        return await answer(service, request, job, _SHAPE)
+
+    return router
+
+
+def completion_job(service: Service, raw: bytes) -> Job:
+    """Make a job of a body; takes time proportional to the text.
+
+    Raises:
+        InvalidRequest: the body or a field of it is wrong.
+        ModelNotFound: it names a model that is not served.
+    """
+    body = parse_object(raw)
+    refuse_unsupported(body, UNSUPPORTED_IN_COMPLETIONS)
+    request = parse_request(CompletionRequest, body)
+    service.unknown_fields.note((request.model_extra or {}).keys() - UNSUPPORTED_IN_COMPLETIONS)
+    model = service.resolve_model(request.model)
+    params = service.sampling_params(request, DEFAULT_MAX_TOKENS)
+    prompts = token_prompts(
+        request.prompt,
+        service.engine.tokenizer,
+        vocab_size=service.engine.vocab_size,
+        add_special_tokens=request.add_special_tokens is not False,
+    )
+    return Job(prompts, params, request, model)

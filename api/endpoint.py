@@ -1,0 +1,85 @@
+"""What completions and chats do alike: from token ids to a body or a stream."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from prefixkv.api.body import read_body
+from prefixkv.api.disconnect import unless_disconnected
+from prefixkv.api.generation import Deltas, IndexedDelta, collect, generate
+from prefixkv.api.request_id import request_id_of
+from prefixkv.api.responses import Envelope, json_response
+from prefixkv.api.schemas import GenerationRequest
+from prefixkv.api.service import Service
+from prefixkv.api.streaming import Chunks, EventStream, events
+from prefixkv.outputs import Completion
+from prefixkv.sampling_params import SamplingParams
+
+# encoding more text than this takes longer than a hop to a thread and back, which costs a few
+# milliseconds while the engine's thread holds the interpreter; streams must not wait for it
+LONG_BODY_BYTES = 16_384
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How an endpoint dresses what the engine says."""
+
+    id_prefix: str
+    body: Callable[[Envelope, Sequence[Completion]], dict[str, Any]]
+    chunks: Callable[[Envelope], Chunks]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A request that was checked and tokenised."""
+
+    prompts: Sequence[Sequence[int]]
+    params: SamplingParams
+    request: GenerationRequest
+    model: str
+
+
+async def read_job(
+    service: Service, http_request: Request, make_job: Callable[[Service, bytes], Job]
+) -> Job:
+    """Read the body and make a job of it.
+
+    Raises:
+        InvalidRequest: the body or a field of it is wrong.
+        ModelNotFound: it names a model that is not served.
+    """
+    raw = await read_body(http_request, service.max_body_bytes)
+    if len(raw) < LONG_BODY_BYTES:
+        return make_job(service, raw)
+    return await asyncio.to_thread(make_job, service, raw)
+
+
+async def answer(service: Service, http_request: Request, job: Job, shape: Shape) -> Response:
+    """Run `job` and answer it, unless the client leaves before.
+
+    A stream begins with its first delta, so that what the engine refuses still gets its status.
+
+    Raises:
+        ClientDisconnect: the client left; the job was aborted.
+    """
+    request_id = request_id_of(http_request)
+    request_id.adopt(job.request.request_id)
+    envelope = Envelope(f"{shape.id_prefix}-{request_id.value}", job.model)
+    deltas = generate(service.engine, job.prompts, job.params, job.request, envelope.id)
+    if not job.request.stream:
+        work = collect(deltas, len(job.prompts))
+        completions = await unless_disconnected(http_request.receive, work)
+        return json_response(shape.body(envelope, completions))
+    first = await unless_disconnected(http_request.receive, _first(deltas))
+    source = events(
+        first, deltas, shape.chunks(envelope), includes_usage=job.request.includes_usage
+    )
+    return EventStream(source)
+
+
+async def _first(deltas: Deltas) -> IndexedDelta:
+    return await anext(deltas)

@@ -1,0 +1,77 @@
+"""What the HTTP layer needs from an engine; `prefixkv.async_engine.AsyncEngine` provides it."""
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from prefixkv.outputs import OutputDelta
+from prefixkv.sampling_params import SamplingParams
+
+
+class Tokenizer(Protocol):
+    """Text to token ids; called from several threads at once."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the ids of `text`; raises InvalidRequest where it cannot be encoded."""
+        ...
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        **template_kwargs: Any,
+    ) -> list[int]:
+        """Return the ids of the rendered chat; raises InvalidRequest on messages it refuses."""
+        ...
+
+
+class ServingEngine(Protocol):
+    """An engine that answers many requests at once on the event loop."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the served model."""
+        ...
+
+    @property
+    def max_model_len(self) -> int:
+        """Prompt and output tokens of one request, at most."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are in [0, vocab_size)."""
+        ...
+
+    @property
+    def sampling_defaults(self) -> Mapping[str, float | int]:
+        """The model's own temperature, top_k, top_p and min_p, where its authors gave them."""
+        ...
+
+    @property
+    def is_running(self) -> bool:
+        """Whether requests are accepted."""
+        ...
+
+    def generate(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        cache_salt: str | None = None,
+        priority: int = 0,
+    ) -> AsyncIterator[OutputDelta]:
+        """Yield deltas until one has a finish reason.
+
+        What is wrong with the request is raised on the first `__anext__`. Cancelling or closing
+        the iterator aborts the request.
+        """
+        ...
+
+    async def start(self) -> None:
+        """Begin to accept requests."""
+        ...
+
+    async def stop(self) -> None:
+        """End all requests with EngineStopped and accept no more."""
+        ...

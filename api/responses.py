@@ -1,0 +1,100 @@
+"""Response bodies as plain dicts. Keys that clients miss when absent are always there."""
+
+import json
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import Any
+
+from starlette.responses import Response
+
+from prefixkv.outputs import Completion, Usage
+
+SYSTEM_FINGERPRINT = f"prefixkv-{version('prefixkv')}"
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """What all chunks of one response share."""
+
+    id: str
+    model: str
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def head(self, object_: str) -> dict[str, Any]:
+        """Return the fields before `choices`."""
+        return {
+            "id": self.id,
+            "object": object_,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": SYSTEM_FINGERPRINT,
+        }
+
+
+def dump_json(value: Any) -> str:
+    """Return compact JSON that no line splitter cuts.
+
+    Some clients split streams with `str.splitlines`, which also breaks at these three.
+    """
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    if text.isascii():
+        return text
+    return text.replace("\u2028", "\\u2028").replace("\u2029", "\\u2029").replace("\x85", "\\u0085")
+
+
+def json_response(body: Any) -> Response:
+    """Return a 200 with `body`."""
+    return Response(dump_json(body), media_type="application/json")
+
+
+def usage_body(usages: Iterable[Usage]) -> dict[str, Any]:
+    """Return the summed usage; `cached_tokens` is 0 when cold, never absent."""
+    totals = list(usages)
+    num_prompt = sum(usage.num_prompt_tokens for usage in totals)
+    num_completion = sum(usage.num_completion_tokens for usage in totals)
+    num_cached = sum(usage.num_cached_tokens for usage in totals)
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_completion,
+        "total_tokens": num_prompt + num_completion,
+        "prompt_tokens_details": {"cached_tokens": num_cached},
+    }
+
+
+def completion_body(envelope: Envelope, completions: Sequence[Completion]) -> dict[str, Any]:
+    """Return the body of POST /v1/completions."""
+    choices = [
+        {"index": index, "text": completion.text, **_ending(completion)}
+        for index, completion in enumerate(completions)
+    ]
+    return _body(envelope.head("text_completion"), choices, completions)
+
+
+def chat_body(envelope: Envelope, completions: Sequence[Completion]) -> dict[str, Any]:
+    """Return the body of POST /v1/chat/completions."""
+    choices = [
+        {
+            "index": index,
+            "message": {"role": "assistant", "content": completion.text, "refusal": None},
+            **_ending(completion),
+        }
+        for index, completion in enumerate(completions)
+    ]
+    return _body(envelope.head("chat.completion"), choices, completions)
+
+
+def _body(
+    head: dict[str, Any], choices: list[dict[str, Any]], completions: Sequence[Completion]
+) -> dict[str, Any]:
+    usage = usage_body(completion.usage for completion in completions)
+    return {**head, "choices": choices, "usage": usage}
+
+
+def _ending(completion: Completion) -> dict[str, Any]:
+    return {
+        "logprobs": None,
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+    }

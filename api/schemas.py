@@ -1,0 +1,108 @@
+"""Request bodies. Null equals absent in every field, and unknown fields are kept and ignored.
+
+What needs the engine to be judged (token ids, context length, the model's name) is judged later.
+"""
+
+from reprlib import Repr
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from prefixkv.errors import InvalidRequest
+
+MAX_INT = 2**63 - 1
+
+_REPR = Repr()
+_REPR.maxstring = _REPR.maxother = _REPR.maxlong = 60
+
+
+def _whole(value: Any) -> Any:
+    # JSON has one kind of number: JavaScript and others write 16 as 16.0
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+Int = Annotated[int, BeforeValidator(_whole), Field(ge=-MAX_INT, le=MAX_INT)]
+TokenBudget = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=MAX_INT)]
+Strings = Annotated[list[str], BeforeValidator(_listed)]
+CacheSalt = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[^\x00]*$")]
+
+
+class StreamOptions(BaseModel):
+    """How usage is told in a stream."""
+
+    model_config = ConfigDict(strict=True)
+
+    include_usage: bool | None = None
+
+
+class GenerationRequest(BaseModel):
+    """Fields that completions and chats share."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, frozen=True)
+
+    model: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int | None = None
+    min_p: float | None = None
+    seed: Int | None = None
+    max_tokens: TokenBudget | None = None
+    max_completion_tokens: TokenBudget | None = None
+    stop: Strings | None = None
+    stop_token_ids: list[Int] | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: Any = None
+    cache_salt: CacheSalt | None = None
+    priority: Int | None = None
+    request_id: str | None = None
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether the stream ends with a chunk that holds nothing but usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+class CompletionRequest(GenerationRequest):
+    """Body of POST /v1/completions; `prompt` has four shapes, told apart in `prompts`."""
+
+    prompt: Any = None
+    add_special_tokens: bool | None = None
+
+
+class ChatCompletionRequest(GenerationRequest):
+    """Body of POST /v1/chat/completions."""
+
+    messages: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+RequestT = TypeVar("RequestT", bound=GenerationRequest)
+
+
+def parse_request(schema: type[RequestT], body: dict[str, Any]) -> RequestT:
+    """Validate `body`.
+
+    Raises:
+        InvalidRequest: naming the first wrong field, with its value cut short.
+    """
+    try:
+        request = schema.model_validate(body)
+    except ValidationError as error:
+        raise _first_error(error) from None
+    if request.stream_options is not None and not request.stream:
+        raise InvalidRequest("stream_options needs stream: true.", "stream_options")
+    return request
+
+
+def _first_error(error: ValidationError) -> InvalidRequest:
+    first = error.errors(include_url=False, include_context=False)[0]
+    param = ".".join(str(part) for part in first["loc"])
+    return InvalidRequest(f"{param} is {_REPR.repr(first['input'])}: {first['msg']}.", param)

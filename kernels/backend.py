@@ -1,0 +1,87 @@
+"""The interface of attention backends, and which one serves a dtype."""
+
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from prefixkv.kernels.cpu import CpuBackend
+from prefixkv.kernels.plan import Plan
+from prefixkv.kernels.reference import ReferenceBackend
+
+BackendName = Literal["auto", "cpu", "reference"]
+
+
+class AttentionBackend(Protocol):
+    """Writes, copies and reads the pool of K and V.
+
+    `pool` is always the whole tensor, C-contiguous,
+    [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]; index 2 tells K (0) from V (1).
+    """
+
+    @property
+    def name(self) -> str:
+        """What `get_backend` calls it."""
+        ...
+
+    def supports(
+        self, dtype: torch.dtype, head_dim: int, num_heads: int, num_kv_heads: int
+    ) -> str | None:
+        """None if it can serve a model of these sizes, else the reason in a sentence.
+
+        Args:
+            dtype: of the pool.
+            num_heads: query heads.
+        """
+        ...
+
+    def write_kv(self, pool: Tensor, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
+        """Write new tokens into their slots of one layer; nothing else of the pool changes.
+
+        Args:
+            key, value: [num_tokens, num_kv_heads, head_dim], dtype of the pool.
+            slots: int64 [num_tokens], block_id * block_size + offset; no slot twice.
+
+        Raises: IndexError if a slot lies outside the pool; nothing was written then.
+        """
+        ...
+
+    def attend(self, pool: Tensor, layer: int, query: Tensor, plan: Plan, scale: float) -> Tensor:
+        """Causal attention of the plan's rows to the slots that it names; reads no other slot.
+
+        Args:
+            query: [num_tokens, num_heads, head_dim].
+            scale: what q . k is multiplied with before the softmax.
+
+        Returns: [num_tokens, num_heads, head_dim], dtype of `query`; accumulated in float32 or
+            better.
+        """
+        ...
+
+    def copy_blocks(self, pool: Tensor, pairs: Sequence[tuple[int, int, int]]) -> None:
+        """Copy K and V of all layers between blocks, as if one pair after the other.
+
+        Args:
+            pairs: (src, dst, num_slots); the first num_slots slots of block src go to block dst,
+                its other slots stay as they are. A dst may be a later src, and the other way round.
+
+        Raises: IndexError if a pair lies outside the pool.
+        """
+        ...
+
+
+def get_backend(name: BackendName, dtype: torch.dtype) -> AttentionBackend:
+    """Return the named backend, or with "auto" the fastest one that takes pools of `dtype`.
+
+    Raises: ValueError for an unknown name, or a dtype that the named backend cannot take.
+    """
+    if name not in ("auto", "cpu", "reference"):
+        raise ValueError(f"backend {name!r} is none of 'auto', 'cpu', 'reference'")
+    if name == "reference" or (name == "auto" and dtype not in CpuBackend.DTYPES):
+        return ReferenceBackend()
+    if dtype not in CpuBackend.DTYPES:
+        raise ValueError(
+            f"the cpu backend takes float32 and bfloat16, not {dtype}; use 'reference'"
+        )
+    return CpuBackend()

@@ -1,0 +1,217 @@
+"""The engine behind asyncio: one worker thread runs the steps, any number of tasks wait.
+
+The worker owns the engine. Tasks hand it commands through a queue; it hands the deltas of a step
+over in one call into the event loop, whatever the number of streams.
+"""
+
+import asyncio
+import contextlib
+import logging
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from prefixkv.engine import Engine
+from prefixkv.errors import EngineStopped, PrefixKVError, StepFailed
+from prefixkv.outputs import OutputDelta
+from prefixkv.sampling_params import SamplingParams
+from prefixkv.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+Command = Callable[[], object]
+Inbox = asyncio.Queue[OutputDelta | Exception]
+T = TypeVar("T")
+
+
+class AsyncEngine:
+    """Serves one `Engine` to many tasks; `start` before, `stop` after.
+
+    Attributes:
+        engine: owned by the worker thread while that runs; `run` reaches it from outside.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+        self._inboxes: dict[str, Inbox] = {}
+        self._worker: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._pending: set[asyncio.Future[Any]] = set()
+        self._stopping = False
+        self._num_requests = 0
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the served model."""
+        return self.engine.tokenizer
+
+    @property
+    def max_model_len(self) -> int:
+        """Prompt and output tokens of one request, at most."""
+        return self.engine.max_model_len
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are in [0, vocab_size)."""
+        return self.engine.model.facts.vocab_size
+
+    @property
+    def sampling_defaults(self) -> Mapping[str, float]:
+        """What the model's makers set of temperature, top_k, top_p and min_p."""
+        return self.engine.model.facts.sampling_defaults
+
+    @property
+    def is_running(self) -> bool:
+        """Whether requests are accepted."""
+        return self._worker is not None and self._worker.is_alive() and not self._stopping
+
+    # -- life ------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Start the worker. Raises EngineStopped if it was stopped before."""
+        if self._stopping:
+            raise EngineStopped("the engine was stopped; make a new one")
+        if self._worker is None:
+            self._loop = asyncio.get_running_loop()
+            self._worker = threading.Thread(target=self._work, name="prefixkv-engine", daemon=True)
+            self._worker.start()
+
+    async def stop(self) -> None:
+        """End all requests with EngineStopped, and wait for the worker to end."""
+        self._stopping = True
+        worker = self._worker
+        if worker is not None:
+            self._commands.put(None)
+            await asyncio.to_thread(worker.join)
+        self._end_all(EngineStopped("the engine was stopped"))
+
+    # -- requests --------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        cache_salt: str | None = None,
+        priority: int = 0,
+    ) -> AsyncIterator[OutputDelta]:
+        """Yield the deltas of a request, the last of which has a finish reason.
+
+        Closing or cancelling the iterator aborts the request.
+
+        Raises:
+            InvalidRequest, QueueFull: before the first delta.
+            StepFailed: if a step of the request failed.
+            EngineStopped: if the engine does not run, or is stopped meanwhile.
+        """
+        key = self._new_key(request_id)
+        inbox: Inbox = asyncio.Queue()
+        self._inboxes[key] = inbox
+        try:
+            await self.run(
+                lambda: self.engine.add(
+                    prompt, params, request_id=key, cache_salt=cache_salt, priority=priority
+                )
+            )
+            while True:
+                delta = await inbox.get()
+                if isinstance(delta, Exception):
+                    raise delta
+                if delta.finish_reason == "error":
+                    raise StepFailed(delta.error)
+                yield delta
+                if delta.finish_reason is not None:
+                    return
+        finally:
+            del self._inboxes[key]
+            # a no-op for one that has ended; in order after the add, whatever became of that
+            self._commands.put(lambda: self.engine.abort(key))
+
+    def _new_key(self, request_id: str | None) -> str:
+        """Clients may repeat an id; the engine's are unique."""
+        self._num_requests += 1
+        return f"{request_id or 'request'}-{self._num_requests}"
+
+    async def run(self, command: Callable[[], T]) -> T:
+        """Run a command on the worker between two steps, and return what it returns.
+
+        Raises:
+            EngineStopped: if the engine does not run.
+        """
+        if not self.is_running:
+            raise EngineStopped("the engine is not running")
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+
+        def execute() -> None:
+            try:
+                result = command()
+            except Exception as error:
+                loop.call_soon_threadsafe(_settle, future, None, error)
+            else:
+                loop.call_soon_threadsafe(_settle, future, result, None)
+
+        self._pending.add(future)
+        try:
+            self._commands.put(execute)
+            return await future
+        finally:
+            self._pending.discard(future)
+
+    async def stats(self) -> dict[str, int | float]:
+        """The engine's counts for monitoring."""
+        return await self.run(self.engine.stats)
+
+    # -- the worker ------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        assert self._loop is not None
+        try:
+            while self._run_commands():
+                deltas = self.engine.step()
+                if deltas:
+                    self._loop.call_soon_threadsafe(self._deliver, deltas)
+            self.engine.abort_all()
+        except Exception as error:
+            logger.exception("the engine died")
+            failure = EngineStopped(f"the engine died: {type(error).__name__}: {error}")
+            with contextlib.suppress(RuntimeError):  # the loop may be closed by now
+                self._loop.call_soon_threadsafe(self._end_all, failure)
+
+    def _run_commands(self) -> bool:
+        """Run what is queued; wait for a command if there is nothing else to do."""
+        while True:
+            try:
+                command = self._commands.get(block=not self.engine.has_work)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            command()
+
+    def _deliver(self, deltas: list[OutputDelta]) -> None:
+        for delta in deltas:
+            inbox = self._inboxes.get(delta.request_id)
+            if inbox is not None:
+                inbox.put_nowait(delta)
+
+    def _end_all(self, error: PrefixKVError) -> None:
+        self._stopping = True
+        for inbox in self._inboxes.values():
+            inbox.put_nowait(error)
+        for future in self._pending:
+            if not future.done():
+                future.set_exception(error)
+
+
+def _settle(future: asyncio.Future[Any], result: object, error: Exception | None) -> None:
+    """Runs on the loop; the waiter may have been cancelled."""
+    if future.done():
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(result)

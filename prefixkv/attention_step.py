@@ -1,0 +1,72 @@
+"""Attention of one step: what all layers of one forward pass share."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from prefixkv.kernels.backend import AttentionBackend
+from prefixkv.kernels.plan import Plan
+from prefixkv.kv_cache import KVCache
+
+
+class StepAttention:
+    """Writes each layer's new K and V, then attends by the plan of that layer's window.
+
+    Built once a step, passed through the model, and dropped. Each layer is attended to once.
+
+    Attributes:
+        finite_rows: bool [num_tokens] once the last layer has run, None before: whether all of a
+            token's K and V of that layer is finite. Anything not finite in earlier layers shows
+            there too.
+    """
+
+    __slots__ = ("_backend", "_kv_cache", "_layer_windows", "_plans", "_slots", "finite_rows")
+
+    def __init__(
+        self,
+        kv_cache: KVCache,
+        backend: AttentionBackend,
+        slots: Tensor,
+        plans: Mapping[int | None, Plan],
+        layer_windows: Sequence[int | None],
+    ) -> None:
+        """Bind the step's tokens to their slots.
+
+        Args:
+            slots: int64 [num_tokens], block_id * block_size + offset of each query token.
+            plans: one per distinct window; None is full attention.
+            layer_windows: the window of each layer.
+
+        Raises: ValueError if a layer has no plan, or the pool another number of layers.
+        """
+        if len(layer_windows) != kv_cache.shape.num_layers:
+            raise ValueError(f"{len(layer_windows)} windows for {kv_cache.shape.num_layers} layers")
+        missing = [window for window in layer_windows if window not in plans]
+        if missing:
+            raise ValueError(f"no plan for window {missing[0]}, only for {list(plans)}")
+        self._kv_cache = kv_cache
+        self._backend = backend
+        self._slots = slots
+        self._plans = plans
+        self._layer_windows = layer_windows
+        self.finite_rows: Tensor | None = None
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """Write the layer's K and V of this step, then attend to all that its window sees.
+
+        Args:
+            query: [num_tokens, num_heads, head_dim].
+            key, value: [num_tokens, num_kv_heads, head_dim], dtype of the pool.
+            scale: what q . k is multiplied with before the softmax.
+
+        Returns: [num_tokens, num_heads, head_dim], dtype of `query`.
+        """
+        pool = self._kv_cache.pool
+        if layer == len(self._layer_windows) - 1:
+            rows = torch.cat((key, value), dim=1).flatten(1)
+            self.finite_rows = torch.isfinite(rows).all(dim=1)
+        self._backend.write_kv(pool, layer, key, value, self._slots)
+        return self._backend.attend(
+            pool, layer, query, self._plans[self._layer_windows[layer]], scale
+        )

@@ -1,0 +1,156 @@
+"""The library's front door: a model that takes prompts and gives completions."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from prefixkv.config import DEFAULT_MODEL, EngineConfig
+from prefixkv.engine import Engine
+from prefixkv.errors import InvalidRequest, StepFailed
+from prefixkv.outputs import Completion, OutputDelta
+from prefixkv.sampling_params import SamplingParams
+
+Chat = Sequence[Mapping[str, Any]]
+Prompt = str | Sequence[int] | Chat
+"""A text, token ids, or the messages of a chat."""
+
+
+class LLM:
+    """A model with its engine and its cache, for use in one thread.
+
+        llm = LLM("smollm2-135m")
+        llm.generate("The capital of France is")[0].text
+
+    Args:
+        model: a local folder, a GGUF file, a hub id, or the name of the default model.
+        options: fields of `EngineConfig`.
+    """
+
+    def __init__(self, model: str = DEFAULT_MODEL, **options: Any) -> None:
+        self.engine = Engine.load(EngineConfig(model=model, **options), progress=True)
+
+    @classmethod
+    def from_engine(cls, engine: Engine) -> "LLM":
+        """Wrap an engine that is built already."""
+        llm = cls.__new__(cls)
+        llm.engine = engine
+        return llm
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[Completion]:
+        """Complete one prompt or several, batched; the answers stand in the order of the prompts.
+
+        Args:
+            prompts: texts, lists of token ids and chats, mixed as you like.
+            params: one for all, or one for each; None takes the model's own sampling defaults.
+            use_tqdm: show a progress bar on a terminal.
+
+        Raises:
+            InvalidRequest: if one of them cannot be served; none is run then.
+            StepFailed: if a step failed; all are ended then.
+        """
+        batch = _as_list(prompts)
+        each = self._params_for(len(batch), params)
+        completions: dict[str, Completion] = {}
+        try:
+            for prompt, one in zip(batch, each, strict=True):
+                completion = self._submit(prompt, one)
+                completions[completion.request_id] = completion
+            with _progress(len(batch), shown=use_tqdm) as advance:
+                self._finish(completions, advance)
+        except BaseException:
+            for request_id in completions:
+                self.engine.abort(request_id)
+            raise
+        return list(completions.values())
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[OutputDelta]:
+        """Yield the deltas of one prompt as they come; closing the iterator aborts it."""
+        completion = self._submit(prompt, self._params_for(1, params)[0])
+        try:
+            while self.engine.has_work:
+                for delta in self.engine.step():
+                    if delta.request_id == completion.request_id:
+                        _raise_if_failed(delta)
+                        yield delta
+                        if delta.finish_reason is not None:
+                            return
+        finally:
+            self.engine.abort(completion.request_id)
+
+    def tokenize(self, prompt: Prompt) -> list[int]:
+        """Return the token ids of a prompt; a chat goes through the model's template."""
+        if isinstance(prompt, str):
+            return self.engine.tokenizer.encode(prompt)
+        if prompt and isinstance(prompt[0], Mapping):
+            return self.engine.tokenizer.render_chat(prompt)  # type: ignore[arg-type] # a chat
+        return list(prompt)  # type: ignore[arg-type] # token ids
+
+    def _params_for(
+        self, count: int, params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[SamplingParams]:
+        if params is None:
+            params = SamplingParams(**self.engine.model.facts.sampling_defaults)  # type: ignore[arg-type]
+        if isinstance(params, SamplingParams):
+            return [params] * count
+        if len(params) != count:
+            raise InvalidRequest(f"{len(params)} sampling params for {count} prompts")
+        return list(params)
+
+    def _submit(self, prompt: Prompt, params: SamplingParams) -> Completion:
+        token_ids = self.tokenize(prompt)
+        request = self.engine.add(token_ids, params)
+        return Completion(
+            request_id=request.request_id,
+            text="",
+            token_ids=[],
+            finish_reason="abort",
+            usage=request.usage,
+            prompt_token_ids=token_ids,
+        )
+
+    def _finish(self, completions: dict[str, Completion], advance: "Advance") -> None:
+        unfinished = len(completions)
+        while unfinished:
+            for delta in self.engine.step():
+                completion = completions.get(delta.request_id)
+                if completion is None:
+                    continue
+                _raise_if_failed(delta)
+                completion.text += delta.text
+                completion.token_ids.extend(delta.token_ids)
+                if delta.finish_reason is not None:
+                    completion.finish_reason = delta.finish_reason
+                    completion.stop_reason = delta.stop_reason
+                    unfinished -= 1
+                    advance()
+
+
+Advance = Callable[[], None]
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt is a text, ids or messages; anything else is several."""
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int | Mapping)):
+        return [prompts]  # type: ignore[list-item] # narrowed by the line above
+    return list(prompts)  # type: ignore[arg-type] # likewise
+
+
+def _raise_if_failed(delta: OutputDelta) -> None:
+    if delta.finish_reason == "error":
+        raise StepFailed(delta.error)
+
+
+@contextlib.contextmanager
+def _progress(total: int, *, shown: bool) -> Iterator[Advance]:
+    columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, disable=not shown, transient=True) as progress:
+        task = progress.add_task("", total=total)
+        yield lambda: progress.advance(task)

@@ -1,0 +1,62 @@
+"""The output of one request: text as it becomes certain, and when it is over."""
+
+from collections.abc import Collection
+
+from prefixkv.detokenizer import Detokenizer, TokenDecoder
+from prefixkv.outputs import FinishReason, OutputDelta
+from prefixkv.request import Request
+
+CONTEXT_TOKENS = 4
+
+
+class OutputStream:
+    """Turns the sampled tokens of a request into deltas.
+
+    Args:
+        eos_token_ids: the model's own end tokens.
+    """
+
+    def __init__(
+        self, request: Request, tokenizer: TokenDecoder, eos_token_ids: Collection[int]
+    ) -> None:
+        params = request.params
+        self.request = request
+        # a completion goes on where the prompt ends: its last tokens decide about the first space
+        context = request.tokens[: request.num_prompt_tokens][-CONTEXT_TOKENS:]
+        self._detokenizer = Detokenizer(tokenizer, params.stop, context)
+        self._stop_token_ids = frozenset(params.stop_token_ids)
+        self._eos_token_ids = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
+
+    def push(self, token_id: int) -> OutputDelta:
+        """Add a token that the request has just appended; a token that ends it has no text."""
+        reason: FinishReason | None = None
+        stop_reason: int | str | None = None
+        if token_id in self._eos_token_ids or token_id in self._stop_token_ids:
+            reason = "stop"
+            stop_reason = token_id if token_id in self._stop_token_ids else None
+            text = self._detokenizer.flush()
+        else:
+            text, stop_reason = self._detokenizer.push(token_id)
+            if stop_reason is not None:
+                reason = "stop"
+            elif self.request.num_output_tokens >= self.request.max_tokens:
+                reason = "length"
+                text += self._detokenizer.flush()
+        return self._delta(text, (token_id,), reason, stop_reason)
+
+    def fail(self, error: str) -> OutputDelta:
+        """End the output because its step failed."""
+        return self._delta("", (), "error", None, error)
+
+    def _delta(
+        self,
+        text: str,
+        token_ids: tuple[int, ...],
+        reason: FinishReason | None,
+        stop_reason: int | str | None,
+        error: str | None = None,
+    ) -> OutputDelta:
+        request = self.request
+        return OutputDelta(
+            request.request_id, text, token_ids, request.usage, reason, stop_reason, error
+        )

@@ -1,0 +1,153 @@
+"""From logits to token ids.
+
+Every draw takes one uniform number from Philox, keyed by (seed, branch) at counter `position`, and
+walks the cumulative distribution in vocabulary order. So a token depends on its own row and on
+(seed, branch, position) only, never on what else is in the batch; and because the walk is not in
+order of likelihood, logits that differ in their last bits move the draw by as little.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from prefixkv.sampling_params import SamplingParams
+
+_NUM_LIKELIEST = 1024  # top_p rarely needs more, and sorting a whole vocabulary costs ten times it
+_MASK_64 = 2**64 - 1
+
+
+class SamplingRow(NamedTuple):
+    """How to choose the token of one row of logits.
+
+    `position` is the index of the chosen token in its sequence; together with `seed` and `branch`
+    it must name one draw only.
+    """
+
+    params: SamplingParams
+    seed: int
+    branch: int
+    position: int
+
+
+class Sampler:
+    """Chooses one token per row of logits. Holds no state."""
+
+    def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int]:
+        """Return one token id per row.
+
+        Greedy rows take the likeliest token, the lowest id among equals. The others apply
+        temperature, top_k, top_p and min_p as transformers does, then draw.
+
+        Args:
+            logits: [num_rows, vocab_size], any float dtype and device; read only.
+                Requires: each row has a finite maximum and no NaN.
+            rows: one per row of `logits`.
+        """
+        assert logits.shape[0] == len(rows), (logits.shape, len(rows))
+        if not rows:
+            return []
+        tokens = torch.argmax(logits, dim=-1)
+        drawn = [i for i, row in enumerate(rows) if not row.params.is_greedy]
+        if drawn:
+            picked = torch.tensor(drawn, device=logits.device)
+            tokens[picked] = _draw(logits[picked], [rows[i] for i in drawn])
+        return [int(token) for token in tokens.tolist()]
+
+
+def kept_weights(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """Return [num_rows, vocab_size] weights, 1 for the likeliest token and 0 for dropped ones.
+
+    They are float64 for float64 logits and float32 otherwise. Requires: no temperature is 0.
+    """
+    scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    temperature = _column([_in_float32_range(p.temperature) for p in params], scores)
+    # the maximum goes first, so that no temperature, however small, makes an infinity of it
+    scores = (scores - scores.amax(dim=-1, keepdim=True)) / temperature
+    _drop_below_top_k(scores, [p.top_k for p in params])
+    weights = scores.exp_()
+    _drop_outside_nucleus(weights, [p.top_p for p in params])
+    min_p = [p.min_p for p in params]
+    if any(min_p):
+        weights.masked_fill_(weights < _column(min_p, weights), 0.0)
+    return weights
+
+
+def uniform(seed: int, branch: int, position: int) -> float:
+    """Return the number in [0, 1) that belongs to (seed, branch, position)."""
+    key = np.array([seed & _MASK_64, branch], dtype=np.uint64)
+    counter = np.array([position, 0, 0, 0], dtype=np.uint64)
+    bits = int(np.random.Philox(key=key, counter=counter).random_raw())
+    return (bits >> 11) * 2.0**-53
+
+
+def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+    weights = kept_weights(logits, [row.params for row in rows])
+    cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
+    total = cumulative[:, -1:]
+    uniforms = [uniform(row.seed, row.branch, row.position) for row in rows]
+    # rounding must not carry the target up to the total, where no token is left to take
+    below_total = torch.nextafter(total, torch.zeros_like(total))
+    target = torch.minimum(_column(uniforms, total) * total, below_total)
+    return torch.searchsorted(cumulative, target, right=True).squeeze(-1)
+
+
+def _drop_below_top_k(scores: torch.Tensor, top_k: Sequence[int]) -> None:
+    """Set to -inf what is less likely than the k-th likeliest; equals of the k-th stay."""
+    vocab_size = scores.shape[-1]
+    limited = [i for i, k in enumerate(top_k) if 0 < k < vocab_size]
+    if not limited:
+        return
+    rows = torch.tensor(limited, device=scores.device)
+    ranks = torch.tensor([top_k[i] for i in limited], device=scores.device)
+    likeliest = scores[rows].topk(int(ranks.max()), dim=-1).values
+    threshold = likeliest.gather(-1, ranks[:, None] - 1)
+    scores[rows] = scores[rows].masked_fill(scores[rows] < threshold, -torch.inf)
+
+
+def _drop_outside_nucleus(weights: torch.Tensor, top_p: Sequence[float]) -> None:
+    """Zero what lies outside the smallest set of likeliest tokens whose share reaches top_p."""
+    limited = [i for i, p in enumerate(top_p) if p < 1]
+    if not limited:
+        return
+    rows = torch.tensor(limited, device=weights.device)
+    chosen = weights[rows]
+    total = chosen.sum(dim=-1, keepdim=True, dtype=torch.float64)
+    mass = _column([top_p[i] for i in limited], total) * total
+    kept = _nucleus(chosen, mass, _NUM_LIKELIEST)
+    weights[rows] = chosen.masked_fill(~kept, 0.0)
+
+
+def _nucleus(weights: torch.Tensor, mass: torch.Tensor, num_likeliest: int) -> torch.Tensor:
+    """Return the mask of the fewest likeliest tokens that weigh `mass` [num_rows, 1] together."""
+    num_likeliest = min(num_likeliest, weights.shape[-1])
+    values, ids = _likeliest(weights, num_likeliest)
+    inside = values.cumsum(dim=-1, dtype=torch.float64) - values < mass
+    kept = torch.zeros_like(weights, dtype=torch.bool).scatter_(-1, ids, inside)
+    if num_likeliest < weights.shape[-1]:
+        # undecided where the set may go on, or where equals of its last token were not looked at
+        lightest = values.masked_fill(~inside, torch.inf).amin(dim=-1)
+        (undecided,) = torch.nonzero(lightest <= values[:, -1], as_tuple=True)
+        if len(undecided):
+            kept[undecided] = _nucleus(weights[undecided], mass[undecided], weights.shape[-1])
+    return kept
+
+
+def _likeliest(weights: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the `count` largest weights of each row and their ids; equals by ascending id."""
+    if count == weights.shape[-1]:
+        values, ids = weights.sort(dim=-1, descending=True, stable=True)
+        return values, ids
+    # topk leaves the order of equals open
+    ids = weights.topk(count, dim=-1).indices.sort(dim=-1).values
+    values, order = weights.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
+    return values, ids.gather(-1, order)
+
+
+def _in_float32_range(temperature: float) -> float:
+    return min(max(temperature, 1e-30), 1e30)
+
+
+def _column(numbers: Sequence[float], like: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=like.dtype, device=like.device)[:, None]

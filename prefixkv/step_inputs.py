@@ -1,0 +1,66 @@
+"""The arrays of one step, from what the scheduler decided."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from prefixkv.kernels.plan import Plan, build_plan
+from prefixkv.scheduler import ScheduledRequest
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """One step, packed: the tokens of all requests, one request after the other.
+
+    Attributes:
+        token_ids, positions, slots: int64 [num_tokens].
+        row_ends: int64 [num_requests]; request i has the rows before row_ends[i], from
+            row_ends[i - 1] on.
+        logits_rows: int64 [num_samples], rows whose logits are wanted, in the order of the batch.
+        plans: what attention reads, one plan a distinct window.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    row_ends: np.ndarray[tuple[int], np.dtype[np.int64]]
+    logits_rows: Tensor
+    plans: dict[int | None, Plan]
+
+
+def build_inputs(
+    batch: Sequence[ScheduledRequest], block_size: int, windows: Iterable[int | None]
+) -> StepInputs:
+    """Pack a batch whose blocks are reserved and written in the books."""
+    token_ids, positions, slots = [], [], []
+    tables, query_lens, context_lens = [], [], []
+    for item in batch:
+        end = item.start + item.num_tokens
+        token_ids.append(np.array(item.request.tokens[item.start : end], np.int64))
+        position = np.arange(item.start, end)
+        table = item.sequence.block_table()
+        first = item.start // block_size
+        blocks = np.array(table[first : -(-end // block_size)], np.int64)
+        slots.append(blocks[position // block_size - first] * block_size + position % block_size)
+        positions.append(position)
+        tables.append(table)
+        query_lens.append(item.num_tokens)
+        context_lens.append(end)
+    row_ends = np.cumsum(query_lens)
+    logits_rows = [
+        end - 1 for end, item in zip(row_ends.tolist(), batch, strict=True) if item.samples
+    ]
+    return StepInputs(
+        token_ids=torch.from_numpy(np.concatenate(token_ids)),
+        positions=torch.from_numpy(np.concatenate(positions)),
+        slots=torch.from_numpy(np.concatenate(slots)),
+        row_ends=row_ends,
+        logits_rows=torch.tensor(logits_rows, dtype=torch.int64),
+        plans={
+            window: build_plan(tables, query_lens, context_lens, block_size, window)
+            for window in set(windows)
+        },
+    )
