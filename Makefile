@@ -17,13 +17,15 @@ help:
 	@echo "make bench      the bookkeeping benchmark; TRACE=conversation_trace.jsonl"
 	@echo "make clean      remove .venv and what tools leave behind"
 
-# pip, not uv: constraints.txt pins what was tested
+# The stamp comes last. An install that was interrupted left .venv/installing: it starts anew.
 .venv/installed: pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "prefixkv needs Python 3.11 or newer")'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "prefixkv needs Python 3.11 or newer: make PYTHON=...")'
+	@test ! -e .venv/installing || rm -rf .venv
+	@mkdir -p .venv && touch .venv/installing
+	@echo "installing into .venv, once; this takes a few minutes"
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	@touch $@
+	@mv .venv/installing $@
 
 install: .venv/installed
 

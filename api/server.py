@@ -1,6 +1,7 @@
 """`prefixkv serve`: take the port, load the model, serve until a signal, end cleanly."""
 
 import asyncio
+import gc
 import json
 import math
 import shlex
@@ -57,7 +58,10 @@ def build_engine(config: EngineConfig) -> ServingEngine:
     from prefixkv.async_engine import AsyncEngine
     from prefixkv.engine import Engine
 
-    return AsyncEngine(Engine.load(config, progress=True))
+    engine = AsyncEngine(Engine.load(config, progress=True))
+    # what is there now stays: no collection of garbage need ever walk the blocks of the pool again
+    gc.freeze()
+    return engine
 
 
 def run(config: EngineConfig, options: ServerOptions) -> None:

@@ -6,9 +6,9 @@ softmax in base 2; then the same for V. The pool keeps its full rank,
 `pool[block, layer, k_or_v, kv_head, slot, dim]`: a slice would lose the unit stride, and with it
 half the speed.
 
-Sizes are run-time variables, so that one compilation per pool dtype serves every model. Kernels
-with constant head_dim and group, unrolled in generated source, were no faster where KV comes from
-memory (`benchmarks/attention.py`).
+Sizes are run-time variables, so that one compilation per pool dtype serves every model. Generated
+source with head_dim and group constant and unrolled measured 5-15 % faster on float32 KV that comes
+from memory, and 20-35 % on bfloat16, for a compilation per model and no cache on disk.
 """
 
 from typing import NamedTuple

@@ -13,7 +13,7 @@ os.environ.setdefault("NUMBA_THREADING_LAYER", "omp")
 
 import numba
 import numpy as np
-from llvmlite import ir  # type: ignore[import-untyped]
+from llvmlite import ir
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 

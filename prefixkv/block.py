@@ -27,10 +27,11 @@ FULL: Final = 3
 
 STATE_NAMES: Final = ("free", "private", "published tail", "published full")
 
-Children: TypeAlias = "Block | dict[bytes, Block] | None"
-"""Published children by tokens: one kept inline, few in a dict, many in a SortedDict."""
+Siblings: TypeAlias = "Block | SortedDict[bytes, Block]"
+"""Published children that share their first token: one inline, more sorted by their tokens."""
 
-MAX_UNSORTED_CHILDREN: Final = 8
+Children: TypeAlias = "Block | dict[bytes, Siblings] | None"
+"""Published children: almost always none or one, kept inline; else by their first token."""
 
 
 class Block:
@@ -103,11 +104,15 @@ def add_child(parent: Block, child: Block) -> None:
         parent.children = child
         return
     if isinstance(children, Block):
-        parent.children = {children.tokens: children, child.tokens: child}
-        return
-    children[child.tokens] = child
-    if len(children) > MAX_UNSORTED_CHILDREN and type(children) is dict:
-        parent.children = SortedDict(children)
+        children = parent.children = {children.tokens[:4]: children}
+    first = child.tokens[:4]
+    siblings = children.get(first)
+    if siblings is None:
+        children[first] = child
+    elif isinstance(siblings, Block):
+        children[first] = SortedDict({siblings.tokens: siblings, child.tokens: child})
+    else:
+        siblings[child.tokens] = child
 
 
 def remove_child(parent: Block, child: Block) -> None:
@@ -115,12 +120,29 @@ def remove_child(parent: Block, child: Block) -> None:
     children = parent.children
     if children is child:
         parent.children = None
-    else:
-        assert isinstance(children, dict)
-        removed = children.pop(child.tokens)
-        assert removed is child
-        if not children:
-            parent.children = None
+        return
+    assert isinstance(children, dict)
+    first = child.tokens[:4]
+    siblings = children[first]
+    if siblings is not child:
+        assert not isinstance(siblings, Block)
+        del siblings[child.tokens]
+        if siblings:
+            return
+    del children[first]
+    if not children:
+        parent.children = None
+
+
+def has_child(parent: Block, child: Block) -> bool:
+    """Whether the block is findable under its parent."""
+    children = parent.children
+    if isinstance(children, dict):
+        siblings = children.get(child.tokens[:4])
+        if isinstance(siblings, dict):
+            return siblings.get(child.tokens) is child
+        return siblings is child
+    return children is child
 
 
 def published_children(parent: Block) -> list[Block]:
@@ -128,7 +150,12 @@ def published_children(parent: Block) -> list[Block]:
     children = parent.children
     if children is None:
         return []
-    return [children] if isinstance(children, Block) else list(children.values())
+    if isinstance(children, Block):
+        return [children]
+    found: list[Block] = []
+    for siblings in children.values():
+        found.extend([siblings] if isinstance(siblings, Block) else siblings.values())
+    return found
 
 
 def longest_common_child(parent: Block, tokens: bytes) -> tuple[Block | None, int]:
@@ -138,35 +165,31 @@ def longest_common_child(parent: Block, tokens: bytes) -> tuple[Block | None, in
     shares a token. Costs O(log children) comparisons: among sorted byte strings the longest common
     beginning is always with a neighbour of where `tokens` would stand.
     """
-    children = parent.children
-    if children is None:
+    found = parent.children
+    if isinstance(found, dict):
+        found = found.get(tokens[:4])
+    if found is None:
         return None, 0
-    if isinstance(children, Block):
-        candidates = [children]
-    elif isinstance(children, SortedDict):
-        i = children.bisect_left(tokens)
-        keys = children.keys()[max(0, i - 1) : i + 1]
-        candidates = [children[key] for key in keys]
-    else:
-        candidates = list(children.values())
-    best, shared = None, 0
-    for child in candidates:
-        n = common_beginning(child.tokens, tokens)
-        if n > shared:
-            best, shared = child, n
-    return best, shared
+    if isinstance(found, Block):
+        shared = common_beginning(found.tokens, tokens)
+        return (found, shared) if shared else (None, 0)
+    place = found.bisect_left(tokens)
+    best, most = None, 0
+    for i in range(max(0, place - 1), min(place + 1, len(found))):
+        key, child = found.peekitem(i)
+        shared = common_beginning(key, tokens)
+        if shared > most:
+            best, most = child, shared
+    return best, most
 
 
 def common_beginning(a: bytes, b: bytes) -> int:
     """Bytes of the longest common beginning of two packed token strings; a multiple of 4."""
+    if a[:4] != b[:4]:
+        return 0
     size = min(len(a), len(b))
-    if a[:size] == b[:size]:
+    differ = int.from_bytes(a[:size], "little") ^ int.from_bytes(b[:size], "little")
+    if not differ:
         return size
-    low, high = 0, size // 4  # tokens: a[:low] agrees, a[:high] does not
-    while high - low > 1:
-        middle = (low + high) // 2
-        if a[low * 4 : middle * 4] == b[low * 4 : middle * 4]:
-            low = middle
-        else:
-            high = middle
-    return low * 4
+    lowest_bit = (differ & -differ).bit_length() - 1
+    return lowest_bit // 32 * 4

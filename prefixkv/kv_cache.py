@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 import torch
 from torch import Tensor
 

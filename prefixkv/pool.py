@@ -130,58 +130,75 @@ class BlockPool:
         A parent that becomes idle inherits the newer last use; if that ranks it after `limit` it is
         returned. So a whole idle chain costs O(1) a block.
         """
-        while True:
-            victims.append(block)
-            if len(victims) == count:
-                return None
+        append = victims.append
+        limit_priority, limit_use = limit[0], limit[1]
+        append(block)
+        for _ in range(count - len(victims)):
             parent = block.parent
             assert parent is not None
-            if parent.refs > 1:
-                left[parent] = left.get(parent, parent.refs) - 1
-                if left[parent]:
-                    return None
-            if parent.block_id < 0:
-                return None
             block = parent
+            if block.refs != 1:
+                left[block] = others = left.get(block, block.refs) - 1
+                if others:
+                    return None
+            if block.block_id < 0:
+                return None
             if block.last_use > last_use:
                 last_use = block.last_use
-            place = (block.priority, last_use, -block.depth, block.block_id)
-            if place > limit:
-                return place, block
+            if last_use >= limit_use or block.priority != limit_priority:
+                place = (block.priority, last_use, -block.depth, block.block_id)
+                if place > limit:
+                    return place, block
+            append(block)
+        return None
 
     def _evict(self, victims: list[Block], num_leaves: int) -> None:
         self.order.remove_first(num_leaves)
         index = self.index
         bereft: list[Block] = []
+        above: Block | None = None  # the parent of the last victim, if that was all it had
         for block in victims:
+            if above is not None and above is not block:
+                bereft.append(above)
             parent = block.parent
             assert parent is not None
             if block.digest is not None:
                 del index[block.digest]
+                block.digest = None
             if parent.children is block:
                 parent.children = None
             else:
                 remove_child(parent, block)
+            block.tokens = b""
+            block.parent = None
+            block.state = FREE
+            block.priority = 0
             parent.refs -= 1
-            if parent.refs == 0:
+            if parent.refs:
+                above = None
+            else:
+                above = parent
                 if parent.last_use < block.last_use:
                     parent.last_use = block.last_use
-                bereft.append(parent)
-            self._recycle(block)
+        if above is not None:
+            bereft.append(above)
+        self.free += victims
         self.num_evicted += len(victims)
         self.version += 1
+        self._keep_idle(bereft)
+
+    def _keep_idle(self, bereft: list[Block]) -> None:
+        """Put into the order what eviction has made idle without taking it."""
         for block in bereft:
             if block.block_id < 0:
                 self._drop_root(block)
-            elif block.state != FREE:
+            elif block.state != FREE:  # it may have become a victim later
                 self.order.add(block)
 
-    def _recycle(self, block: Block) -> None:
+    def _free_private(self, block: Block) -> None:
         block.tokens = b""
         block.parent = None
-        block.digest = None
         block.state = FREE
-        block.priority = 0
         self.free.append(block)
 
     def _drop_root(self, root: Block) -> None:
@@ -226,7 +243,7 @@ class BlockPool:
                 pending.append(copy.source)
             assert block.parent is not None
             pending.append(block.parent)
-            self._recycle(block)
+            self._free_private(block)
 
     # -- writing ---------------------------------------------------------------------------------
 

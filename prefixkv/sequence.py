@@ -93,6 +93,10 @@ class Sequence:
         """
         if self.root.epoch != self.cache.epoch:
             raise self._stale()
+        last = self.last_block
+        room = last.depth * self.cache.block_size - self.num_tokens
+        if num_tokens <= room and last.state == PRIVATE and last.refs == 1:
+            return True  # nearly always so while decoding
         needed = self.num_blocks_needed(num_tokens)
         return not needed or self.cache.pool.reserve(needed)
 
@@ -114,6 +118,10 @@ class Sequence:
         block_size = cache.block_size
         last = self.last_block
         room = last.depth * block_size - self.num_tokens
+        if len(data) <= room * 4 and last.state == PRIVATE and last.refs == 1:
+            last.tokens = last.tokens[: (block_size - room) * 4] + data
+            self.num_tokens += len(data) // 4
+            return
         if len(data) > room * 4 or not self._may_write_in_place(last, block_size - room):
             needed = self.num_blocks_needed(len(data) // 4)
             if needed > len(cache.pool.free):
@@ -157,11 +165,12 @@ class Sequence:
         follower = None
         if block.depth * block_size > self.num_tokens:
             follower = block
-            block = self._parent(block)
-        chain = []
-        while block.depth > num_published:
+            block = _parent(block)
+        chain = [block]
+        for _ in range(block.depth - num_published - 1):
+            assert block.parent is not None
+            block = block.parent
             chain.append(block)
-            block = self._parent(block)
         chain.reverse()
         moved = self.cache.publish(chain, follower)
         if moved is not None:
@@ -261,9 +270,10 @@ class Sequence:
         if len(table) < depth:
             ids = []
             block = self.last_block
-            while block.depth > len(table):
+            for _ in range(depth - len(table)):
                 ids.append(block.block_id)
-                block = self._parent(block)
+                assert block.parent is not None
+                block = block.parent
             table.extend(reversed(ids))
         return table
 
@@ -272,18 +282,13 @@ class Sequence:
         block_size = self.cache.block_size
         last = self.last_block
         while last.depth > 0 and (last.depth - 1) * block_size >= num_tokens:
-            parent = self._parent(last)
+            parent = _parent(last)
             parent.refs += 1  # `last` holds one, so it is not idle
             pool.release(last)
             last = parent
         self.last_block = last
         self.num_tokens = num_tokens
         del self._table[last.depth :]
-
-    @staticmethod
-    def _parent(block: Block) -> Block:
-        assert block.parent is not None
-        return block.parent
 
     def _refuse_if_scheduled(self, what: str) -> None:
         if self.num_tokens != self.num_computed_tokens:
@@ -298,3 +303,8 @@ class Sequence:
             f"the sequence was computed by the weights of epoch {self.root.epoch}, "
             f"now is epoch {self.cache.epoch}: release it and open it again"
         )
+
+
+def _parent(block: Block) -> Block:
+    assert block.parent is not None
+    return block.parent

@@ -1,6 +1,6 @@
 """Random copy-on-write forests in a pool whose unwritten slots are poison, and their truth."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +45,7 @@ class Forest:
         num_heads, head_dim = self.query.shape[1:]
         outputs = []
         for keys, values, query in zip(
-            self.keys, self.values, self.query.double().split(self.query_lens), strict=True
+            self.keys, self.values, torch.split(self.query.double(), self.query_lens), strict=True
         ):
             group = num_heads // keys.shape[1]
             wide_keys = keys.repeat_interleave(group, 1)
@@ -121,6 +121,15 @@ def _make_forest(
     query = torch.randn(sum(query_lens), num_heads, head_dim, generator=generator).to(dtype)
     tables = [np.array([*table, NOWHERE, -7], np.int32) for table in owned]
     return Forest(pool, tables, keys, values, query_lens, query, head_dim**-0.5)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tensors here are tiny: a second thread costs more than it brings."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -161,6 +161,24 @@ def test_a_decode_row_does_not_depend_on_its_batch(
         assert torch.equal(together[i : i + 1], alone)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_number_of_threads_changes_nothing(
+    make_forest: "MakeForest", dtype: torch.dtype
+) -> None:
+    """Work is shared out between threads in whole units, so outputs are equal to the bit."""
+    forest = make_forest(7, num_heads=9, num_kv_heads=3, dtype=dtype, query_lens=[1] * 6)
+    backend = get_backend("cpu", dtype)
+    outputs = []
+    for num_threads in (1, 2, 3):
+        torch.set_num_threads(num_threads)
+        outputs.append(
+            backend.attend(forest.pool, LAYER, forest.query, forest.plan(), forest.scale)
+        )
+
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[0], outputs[2])
+
+
 @both
 @pytest.mark.parametrize("query_len", [2, 20])
 def test_not_a_number_stays_visible(

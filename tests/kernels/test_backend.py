@@ -53,7 +53,7 @@ def test_what_cannot_be_served_has_a_reason() -> None:
 
 
 @jit()
-def _exp2_all(x: np.ndarray, out: np.ndarray) -> None:  # type: ignore[type-arg]
+def _exp2_all(x: np.ndarray, out: np.ndarray) -> None:
     for i in range(len(x)):
         out[i] = exp2(x[i])
 

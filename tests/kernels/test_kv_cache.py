@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 import pytest
 import torch
 

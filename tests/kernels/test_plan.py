@@ -87,5 +87,5 @@ def test_contradicting_lengths_are_refused(
     tables: list[list[int]], query_lens: list[int], context_lens: list[int], window: int | None
 ) -> None:
     """Lengths that cannot be are a ValueError with the numbers."""
-    with pytest.raises(ValueError, match="sequence 0|block tables|window"):
+    with pytest.raises(ValueError, match=r"sequence 0|block tables|window"):
         build_plan(tables, query_lens, context_lens, 4, window)
