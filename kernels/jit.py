@@ -2,6 +2,9 @@
 
 Kernels see the pool as numpy does: float32 as it is, bfloat16 as its bits in uint16, which numba
 has no type for. `as_float32` reads both, so one kernel text serves both.
+
+numba's cache on disk looks at a kernel's own file only: after a change to this file, or to the
+columns of a plan, remove `__pycache__/*.nb?` beside the kernels.
 """
 
 import os

@@ -6,6 +6,9 @@ from prefixkv.errors import ConfigError
 
 DEFAULT_MODEL = "smollm2-135m"
 
+BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
+"""Tokens a block that there are kernels for; below 16 is for tests and for counting."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
@@ -74,6 +77,8 @@ class EngineConfig:
     seed: int | None = None
 
     def __post_init__(self) -> None:
+        if self.block_size not in BLOCK_SIZES:
+            raise ConfigError(f"block_size is {self.block_size}; it must be one of {BLOCK_SIZES}")
         for name in ("num_blocks", "kv_cache_memory_bytes", "max_model_len"):
             if getattr(self, name) is not None:
                 require_positive(name, getattr(self, name))

@@ -15,10 +15,10 @@ import psutil
 import torch
 from torch import Tensor
 
+from prefixkv.config import BLOCK_SIZES
 from prefixkv.errors import ConfigError
 from prefixkv.kernels.block_copy import copy_blocks
 
-BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 # the padding block and one to use
 MIN_BLOCKS = 2
 _GIB = 2**30

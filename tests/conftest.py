@@ -4,9 +4,7 @@ import os
 
 from hypothesis import HealthCheck, settings
 
-COMMON = {"deadline": None, "suppress_health_check": list(HealthCheck)}
-settings.register_profile(
-    "default", max_examples=300, stateful_step_count=50, derandomize=True, **COMMON
-)
-settings.register_profile("thorough", max_examples=20_000, stateful_step_count=50, **COMMON)
+COMMON = settings(deadline=None, stateful_step_count=50, suppress_health_check=list(HealthCheck))
+settings.register_profile("default", COMMON, max_examples=300, derandomize=True)
+settings.register_profile("thorough", COMMON, max_examples=20_000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))

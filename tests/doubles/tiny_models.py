@@ -35,7 +35,8 @@ def byte_tokenizer() -> hf.PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    wrapped = hf.PreTrainedTokenizerFast(
+    build: Any = hf.PreTrainedTokenizerFast  # untyped
+    wrapped: hf.PreTrainedTokenizerFast = build(
         tokenizer_object=tokenizer, eos_token=EOS, additional_special_tokens=SPECIAL
     )
     wrapped.chat_template = CHAT_TEMPLATE
@@ -52,7 +53,8 @@ def tiny_model(kind: str = "llama", seed: int = 0, dtype: torch.dtype = torch.fl
     else:
         config = hf.LlamaConfig(**sizes, eos_token_id=eos, bos_token_id=0)
     torch.manual_seed(seed)
-    model = hf.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    build: Any = hf.AutoModelForCausalLM  # untyped
+    model = build.from_config(config, attn_implementation="sdpa")
     model = model.to(dtype).eval()
     with torch.no_grad():
         for parameter in model.parameters():

@@ -36,7 +36,7 @@ def clean_environment() -> dict[str, str]:
 def serving(script: Path, folder: Path, *arguments: str) -> Iterator[Server]:
     """Run `prefixkv serve` on a free port, in `folder`; kill it if the test did not end it."""
     log = folder / "serve.log"
-    command = [script, "serve", "--port", "0", "--threads", "2", *arguments]
+    command = [str(script), "serve", "--port", "0", "--threads", "2", *arguments]
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, cwd=folder, env=clean_environment(), stdout=output, stderr=output

@@ -1,0 +1,97 @@
+"""`LLM`: prompts of any kind in, completions in their order out."""
+
+from typing import Any
+
+import pytest
+from engine_runs import assert_idle, greedy
+from tiny_models import byte_tokenizer, reference_output, tiny_engine, tiny_model
+
+from prefixkv.errors import InvalidRequest, StepFailed
+from prefixkv.llm import LLM
+from prefixkv.sampling_params import SamplingParams
+
+TEXT = "Hello, cache!"
+CHAT = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_model()
+
+
+@pytest.fixture
+def llm(model: Any) -> LLM:
+    return LLM.from_engine(tiny_engine(model))
+
+
+def test_texts_ids_and_chats_are_prompts(llm: LLM, model: Any) -> None:
+    """One or several, mixed; a chat goes through the template; answers keep the order."""
+    tokenizer = byte_tokenizer()
+    ids = tokenizer.encode(TEXT)
+    chat_ids = tokenizer.encode("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+    completions = llm.generate([TEXT, ids, CHAT], greedy(6), use_tqdm=False)
+
+    assert [c.prompt_token_ids for c in completions] == [ids, ids, chat_ids]
+    for completion in completions:
+        expected = reference_output(model, completion.prompt_token_ids, 6)
+        assert completion.token_ids == expected
+        assert completion.text == tokenizer.decode(expected, skip_special_tokens=True)
+        assert completion.finish_reason in ("length", "stop")
+    for prompt in (TEXT, ids, CHAT):
+        (single,) = llm.generate(prompt, greedy(6))
+        assert single.token_ids == reference_output(model, single.prompt_token_ids, 6)
+        assert single.usage.num_cached_tokens == len(single.prompt_token_ids) - 1
+    assert llm.generate([], greedy(1)) == []
+    assert_idle(llm.engine)
+
+
+def test_each_prompt_may_have_its_own_params(llm: LLM) -> None:
+    """As many params as prompts, or one for all; none means the model's defaults."""
+    one, two = llm.generate([TEXT, TEXT], [greedy(1), greedy(2)], use_tqdm=False)
+    assert (len(one.token_ids), len(two.token_ids)) == (1, 2)
+    with pytest.raises(InvalidRequest, match="1 sampling params for 2 prompts"):
+        llm.generate([TEXT, TEXT], [greedy(1)])
+    (default,) = llm.generate(TEXT, use_tqdm=False)
+    assert len(default.token_ids) <= 16
+
+
+def test_one_bad_prompt_runs_none(llm: LLM) -> None:
+    """A refusal leaves nothing queued."""
+    with pytest.raises(InvalidRequest, match="empty"):
+        llm.generate([[5, 6], []], greedy(2))
+    assert not llm.engine.has_work
+    assert_idle(llm.engine)
+
+
+def test_a_stream_adds_up_to_the_completion(llm: LLM) -> None:
+    """Deltas of text and ids, the last with the reason."""
+    (completion,) = llm.generate(TEXT, greedy(6), use_tqdm=False)
+    deltas = list(llm.stream(TEXT, greedy(6)))
+    assert "".join(delta.text for delta in deltas) == completion.text
+    assert [t for delta in deltas for t in delta.token_ids] == completion.token_ids
+    assert [delta.finish_reason for delta in deltas][-1] == completion.finish_reason
+
+
+def test_a_closed_stream_gives_up_its_blocks(llm: LLM) -> None:
+    """Leaving the loop ends the request."""
+    for delta in llm.stream(TEXT, SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)):
+        assert delta.finish_reason is None
+        break
+    assert_idle(llm.engine)
+    assert not llm.engine.has_work
+
+
+def test_a_failing_step_raises(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the cause; nothing is left behind, and the next call works."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("planted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.model, "forward", fail)
+        with pytest.raises(StepFailed, match="planted"):
+            llm.generate([TEXT, TEXT], greedy(2), use_tqdm=False)
+        with pytest.raises(StepFailed, match="planted"):
+            list(llm.stream(TEXT, greedy(2)))
+    assert_idle(llm.engine)
+    assert llm.generate(TEXT, greedy(2))[0].token_ids

@@ -1,0 +1,100 @@
+"""A client that leaves frees what its request held, over real sockets and a real engine."""
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from tiny_models import tiny_engine
+
+from prefixkv.api.app import create_app
+from prefixkv.async_engine import AsyncEngine
+from tests.api.live_server import eventually, running
+
+ENDLESS = {"prompt": "abc", "max_tokens": 250, "temperature": 0, "ignore_eos": True}
+
+
+class Recorder(AsyncEngine):
+    """An async engine that remembers its loop, so that a test can ask from another thread."""
+
+    async def start(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        await super().start()
+
+    def ask(self) -> dict[str, Any]:
+        """The engine's stats; checks its books on the way."""
+
+        def look() -> dict[str, Any]:
+            self.engine.check_invariants()
+            return self.engine.stats()
+
+        return asyncio.run_coroutine_threadsafe(self.run(look), self.loop).result(20)
+
+
+@pytest.fixture
+def served() -> Iterator[tuple[Recorder, int]]:
+    engine = Recorder(tiny_engine(num_blocks=80))
+    with running(create_app(engine, ["tiny"])) as port:
+        yield engine, port
+
+
+def is_idle(engine: Recorder) -> bool:
+    stats = engine.ask()
+    return (stats["kv_cache_usage"], stats["num_requests_running"]) == (0, 0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_cut_connection_aborts_its_request(served: tuple[Recorder, int], stream: bool) -> None:
+    """Streamed or not: the pool is back where it was, and others are served."""
+    engine, port = served
+    body = json.dumps({**ENDLESS, "stream": stream}).encode()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n"
+    ).encode()
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.sendall(head + body)
+        eventually(lambda: engine.ask()["num_requests_running"] == 1)
+        if stream:
+            assert connection.recv(100)
+    eventually(lambda: is_idle(engine))
+    steps = engine.ask()["num_steps"]
+    assert steps < 250  # it did not run to its end
+
+    answer = httpx.post(
+        f"http://127.0.0.1:{port}/v1/completions", json={"prompt": "abc", "max_tokens": 2}
+    )
+    assert answer.status_code == 200
+
+
+def test_many_clients_half_of_which_leave(served: tuple[Recorder, int]) -> None:
+    """Those that stay get their answers, by preemption if need be; nothing is left behind."""
+    engine, port = served
+    url = f"http://127.0.0.1:{port}/v1/completions"
+    texts: dict[int, str] = {}
+
+    def ask(i: int) -> None:
+        body = {**ENDLESS, "prompt": f"client {i % 3}", "max_tokens": 60, "stream": True}
+        with httpx.stream("POST", url, json=body, timeout=60) as response:
+            text = ""
+            for line in response.iter_lines():
+                if i % 2:
+                    return
+                if line.startswith("data: {"):
+                    text += json.loads(line[6:])["choices"][0]["text"]
+            texts[i] = text
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    eventually(lambda: is_idle(engine))
+
+    assert sorted(texts) == [0, 2, 4, 6, 8, 10]
+    assert texts[0] == texts[6]
+    assert texts[2] == texts[8]
