@@ -186,16 +186,18 @@ def summary(side: Replay | VllmReplay, num_requests: int, num_tokens: int) -> di
 def hit_rate(trace: list[Prompt], num_blocks: int) -> float:
     """Share of tokens found at 512-token blocks: prompts only, no partial hits, no tails."""
     cache = PrefixCache(num_blocks, TRACE_BLOCK, match_partial=False, keep_tails=False)
+    num_found = 0
     for prompt in trace:
         packed = prompt.draw().tobytes()
         seq = Sequence.open(cache, IDENTITY, packed)
+        num_found += seq.num_tokens
         rest = packed[seq.num_tokens * 4 :]
         assert seq.reserve(len(rest) // 4)
         seq.write(rest)
         seq.commit()
         seq.release()
     cache.check_invariants()
-    return cache.stats.num_matched_tokens / sum(prompt.length for prompt in trace)
+    return num_found / sum(prompt.length for prompt in trace)
 
 
 def verdicts(results: dict[str, Any], whole: bool) -> list[tuple[str, str, str, str, bool | None]]:

@@ -81,8 +81,9 @@ def build_plan(
     first_visible = np.zeros_like(starts) if window is None else np.maximum(starts - window + 1, 0)
     first_block = first_visible // block_size
     end_block = -(-contexts // block_size)
+    # slices are copies: a view would keep an array("i") from growing or shrinking later
     runs = [
-        np.asarray(table, np.int32)[first:end]
+        np.asarray(table[first:end], np.int32)
         for table, first, end in zip(block_tables, first_block, end_block, strict=True)
     ]
     num_tokens = int(queries.sum())

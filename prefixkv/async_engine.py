@@ -81,11 +81,10 @@ class AsyncEngine:
     async def stop(self) -> None:
         """End all requests with EngineStopped, and wait for the worker to end."""
         self._stopping = True
-        worker = self._worker
-        if worker is not None:
-            self._commands.put(None)
-            await asyncio.to_thread(worker.join)
-        self._end_all(EngineStopped("the engine was stopped"))
+        if self._worker is None:
+            return
+        self._commands.put(None)
+        await asyncio.to_thread(self._worker.join)
 
     # -- requests --------------------------------------------------------------------------------
 
@@ -139,20 +138,21 @@ class AsyncEngine:
         """Run a command on the worker between two steps, and return what it returns.
 
         Raises:
-            EngineStopped: if the engine does not run.
+            EngineStopped: if the engine does not run, or not on this event loop.
         """
         if not self.is_running:
             raise EngineStopped("the engine is not running")
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[T] = loop.create_future()
+        if asyncio.get_running_loop() is not self._loop:
+            raise EngineStopped("the engine was started on another event loop")
+        future: asyncio.Future[T] = self._loop.create_future()
 
         def execute() -> None:
             try:
                 result = command()
             except Exception as error:
-                loop.call_soon_threadsafe(_settle, future, None, error)
+                self._hand_over(_settle, future, None, error)
             else:
-                loop.call_soon_threadsafe(_settle, future, result, None)
+                self._hand_over(_settle, future, result, None)
 
         self._pending.add(future)
         try:
@@ -168,18 +168,24 @@ class AsyncEngine:
     # -- the worker ------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        assert self._loop is not None
+        reason = "the engine was stopped"
         try:
             while self._run_commands():
                 deltas = self.engine.step()
                 if deltas:
-                    self._loop.call_soon_threadsafe(self._deliver, deltas)
+                    self._hand_over(self._deliver, deltas)
             self.engine.abort_all()
-        except Exception as error:
+        except BaseException as error:  # whatever it is, nobody may wait for ever
             logger.exception("the engine died")
-            failure = EngineStopped(f"the engine died: {type(error).__name__}: {error}")
-            with contextlib.suppress(RuntimeError):  # the loop may be closed by now
-                self._loop.call_soon_threadsafe(self._end_all, failure)
+            reason = f"the engine died: {type(error).__name__}: {error}"
+        finally:
+            self._hand_over(self._end_all, EngineStopped(reason))
+
+    def _hand_over(self, call: Callable[..., object], *arguments: object) -> None:
+        """Call something on the loop, if there still is one."""
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(call, *arguments)
 
     def _run_commands(self) -> bool:
         """Run what is queued; wait for a command if there is nothing else to do."""

@@ -17,11 +17,13 @@ class StepAttention:
 
     Attributes:
         finite_rows: bool [num_tokens] once the last layer has run, None before: whether all of a
-            token's K and V of that layer is finite. Anything not finite in earlier layers shows
-            there too.
+            token's K and V is finite, in every layer. (An infinite key of an early layer may give
+            a score of -inf, hence a weight of 0: later layers need not show it.)
     """
 
-    __slots__ = ("_backend", "_kv_cache", "_layer_windows", "_plans", "_slots", "finite_rows")
+    __slots__ = (
+        "_backend", "_kv_cache", "_layer_windows", "_plans", "_slots", "_total", "finite_rows",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -50,6 +52,7 @@ class StepAttention:
         self._slots = slots
         self._plans = plans
         self._layer_windows = layer_windows
+        self._total = torch.zeros((), dtype=torch.float64)
         self.finite_rows: Tensor | None = None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
@@ -63,10 +66,19 @@ class StepAttention:
         Returns: [num_tokens, num_heads, head_dim], dtype of `query`.
         """
         pool = self._kv_cache.pool
-        if layer == len(self._layer_windows) - 1:
-            rows = torch.cat((key, value), dim=1).flatten(1)
-            self.finite_rows = torch.isfinite(rows).all(dim=1)
         self._backend.write_kv(pool, layer, key, value, self._slots)
+        self._total += key.sum(dtype=torch.float32) + value.sum(dtype=torch.float32)
+        if layer == len(self._layer_windows) - 1:
+            self.finite_rows = self._find_finite_rows()
         return self._backend.attend(
             pool, layer, query, self._plans[self._layer_windows[layer]], scale
         )
+
+    def _find_finite_rows(self) -> Tensor:
+        """Look at single rows only if the sum over everything says that there is something."""
+        if torch.isfinite(self._total):
+            return torch.ones(len(self._slots), dtype=torch.bool)
+        block_size = self._kv_cache.shape.block_size
+        blocks, offsets = self._slots // block_size, self._slots % block_size
+        rows = self._kv_cache.pool[blocks, :, :, :, offsets]
+        return torch.isfinite(rows).flatten(1).all(dim=1)

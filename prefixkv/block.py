@@ -73,13 +73,18 @@ class Root(Block):
     """Where the chains of one identity begin; holds no tokens and no memory of the pool.
 
     `state` is FULL while it is open. A closed root lets nothing under it be published.
+
+    Attributes:
+        key: the canonical identity, but for the epoch.
+        digest: of the identity, epoch included.
+        epoch: of the weights that compute what follows.
     """
 
-    __slots__ = ("epoch", "identity")
+    __slots__ = ("epoch", "key")
 
-    def __init__(self, identity: bytes, digest: bytes, epoch: int) -> None:
+    def __init__(self, key: bytes, digest: bytes, epoch: int) -> None:
         super().__init__(-1)
-        self.identity = identity
+        self.key = key
         self.digest = digest
         self.epoch = epoch
         self.state = FULL

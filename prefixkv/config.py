@@ -19,18 +19,16 @@ class SchedulerConfig:
         max_num_batched_tokens: the token budget of a step.
         max_prefill_chunk: prompt tokens of one request in one step, at most; None leaves it to the
             budget. A short chunk keeps the streams of other requests smooth.
-        max_model_len: prompt and output tokens of one request, at most.
         max_num_waiting: requests that may wait; None means any number.
     """
 
-    max_model_len: int
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     max_prefill_chunk: int | None = None
     max_num_waiting: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
+        for name in ("max_num_seqs", "max_num_batched_tokens"):
             require_positive(name, getattr(self, name))
         for name in ("max_prefill_chunk", "max_num_waiting"):
             if getattr(self, name) is not None:
@@ -88,10 +86,9 @@ class EngineConfig:
                 f"({self.kv_cache_memory_bytes}) both set the size of the pool: give one"
             )
 
-    def scheduler_config(self, max_model_len: int) -> SchedulerConfig:
-        """The scheduler's part, with the length that was settled on."""
+    def scheduler_config(self) -> SchedulerConfig:
+        """The scheduler's part."""
         return SchedulerConfig(
-            max_model_len=max_model_len,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_prefill_chunk=self.max_prefill_chunk,

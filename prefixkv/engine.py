@@ -79,12 +79,13 @@ class Engine:
             layout="block, layer, kv, head, token, dim",
         )
         self.max_model_len = self._settle_length()
-        self.scheduler = Scheduler(self.cache, config.scheduler_config(self.max_model_len))
+        self.scheduler = Scheduler(self.cache, config.scheduler_config())
         self.num_steps = 0
         self.num_computed_tokens = 0
         self._sampler = Sampler()
         self._streams: dict[str, OutputStream] = {}
         self._numbers = itertools.count()
+        self._ids = itertools.count()
         self._seeds = random.Random(config.seed)
 
     @classmethod
@@ -139,7 +140,7 @@ class Engine:
         self._check_prompt(packed)
         number = next(self._numbers)
         request = Request(
-            request_id if request_id is not None else f"request-{number}",
+            request_id if request_id is not None else self._new_id(),
             packed,
             params,
             self._identity_for(cache_salt),
@@ -150,10 +151,14 @@ class Engine:
         )
         if request.request_id in self._streams:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
-        self.scheduler.add(request)
         stream = OutputStream(request, self.tokenizer, self.model.facts.eos_token_ids)
+        self.scheduler.add(request)
         self._streams[request.request_id] = stream
         return request
+
+    def _new_id(self) -> str:
+        ids = (f"request-{number}" for number in self._ids)
+        return next(request_id for request_id in ids if request_id not in self._streams)
 
     def abort(self, request_id: str) -> bool:
         """End a request without another delta; False if there is none of that id."""
@@ -210,19 +215,33 @@ class Engine:
             return []
         self.num_steps += 1
         try:
+            return self._run(batch)
+        except BaseException:  # interrupted: the requests go on with the next step
+            self._take_back(batch)
+            raise
+
+    def _run(self, batch: list[ScheduledRequest]) -> list[OutputDelta]:
+        failure: str | None = None
+        try:
             tokens = self._compute(batch)
         except Exception as error:
             logger.exception("a step of %d requests failed", len(batch))
-            return [self._fail(item, f"{type(error).__name__}: {error}") for item in batch]
-        deltas = []
+            failure = f"{type(error).__name__}: {error}"
+        if failure is not None:  # outside the handler, where no traceback holds on to arrays
+            return [self._fail(item.request, failure) for item in batch]
         for item, token in zip(batch, tokens, strict=True):
-            if token == NOT_FINITE:
-                deltas.append(self._fail(item, "the model computed values that are not finite"))
-                continue
-            delta = self._advance(item, token)
-            if delta is not None:
-                deltas.append(delta)
-        return deltas
+            if token != NOT_FINITE:
+                self._commit(item)
+        deltas = [self._deliver(item, token) for item, token in zip(batch, tokens, strict=True)]
+        return [delta for delta in deltas if delta is not None]
+
+    def _take_back(self, batch: list[ScheduledRequest]) -> None:
+        """Undo what was scheduled and not computed, or computed without its token being drawn."""
+        for request, sequence in ((item.request, item.sequence) for item in batch):
+            if request.sequence is sequence:
+                sequence.discard()
+                if request.num_pending_tokens == 0:
+                    sequence.rollback(sequence.num_tokens - 1)
 
     def _compute(self, batch: list[ScheduledRequest]) -> list[int | None]:
         """Return each request's next token, None if it has not reached it, or NOT_FINITE."""
@@ -256,21 +275,29 @@ class Engine:
     def _sampling_row(request: Request) -> SamplingRow:
         return SamplingRow(request.params, request.seed, 0, len(request.tokens))
 
-    def _advance(self, item: ScheduledRequest, token: int | None) -> OutputDelta | None:
-        request = item.request
+    def _commit(self, item: ScheduledRequest) -> None:
         item.sequence.commit()
-        request.usage.num_computed_tokens += item.num_tokens
-        self.scheduler.committed(request)
+        item.request.usage.num_computed_tokens += item.num_tokens
+        self.scheduler.committed(item.request)
+
+    def _deliver(self, item: ScheduledRequest, token: int | None) -> OutputDelta | None:
+        """Give a request its token, and end it if it is over."""
+        request = item.request
         if token is None:
             return None
+        if token == NOT_FINITE:
+            return self._fail(request, "the model computed values that are not finite")
         request.append(token)
-        delta = self._streams[request.request_id].push(token)
+        try:
+            delta = self._streams[request.request_id].push(token)
+        except Exception as error:
+            logger.exception("the output of %s cannot be decoded", request)
+            return self._fail(request, f"{type(error).__name__}: {error}")
         if delta.finish_reason is not None:
             self.abort(request.request_id)
         return delta
 
-    def _fail(self, item: ScheduledRequest, error: str) -> OutputDelta:
-        request = item.request
+    def _fail(self, request: Request, error: str) -> OutputDelta:
         delta = self._streams[request.request_id].fail(error)
         self.abort(request.request_id)
         return delta
@@ -296,6 +323,8 @@ class Engine:
             "num_requests_running": len(self.scheduler.running),
             "num_requests_waiting": self.scheduler.num_waiting,
             "num_preemptions": self.scheduler.num_preemptions,
+            "num_prompt_tokens": self.scheduler.num_prompt_tokens,
+            "num_cached_tokens": self.scheduler.num_cached_tokens,
             "num_steps": self.num_steps,
             "num_computed_tokens": self.num_computed_tokens,
             "num_blocks": pool.num_usable,

@@ -36,9 +36,6 @@ class EvictionOrder:
     def __iter__(self) -> Iterator[Block]:
         return iter(self._blocks)
 
-    def __contains__(self, block: Block) -> bool:
-        return block in self._blocks
-
     def add(self, block: Block) -> None:
         """Put an idle block in its place."""
         self._blocks.add(block)

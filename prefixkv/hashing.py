@@ -34,6 +34,10 @@ def pack_tokens(tokens: Tokens) -> bytes:
         InvalidRequest: if an id is not an integer in [0, 2**31).
     """
     if isinstance(tokens, bytes):
+        if len(tokens) % TOKEN_BYTES:
+            raise InvalidRequest(
+                f"{len(tokens)} bytes are not packed tokens of {TOKEN_BYTES} bytes"
+            )
         return tokens
     if isinstance(tokens, array) and tokens.typecode == "i":
         return tokens.tobytes()

@@ -1,9 +1,11 @@
 """The library's front door: a model that takes prompts and gives completions."""
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from prefixkv.config import DEFAULT_MODEL, EngineConfig
@@ -29,14 +31,19 @@ class LLM:
     """
 
     def __init__(self, model: str = DEFAULT_MODEL, **options: Any) -> None:
-        self.engine = Engine.load(EngineConfig(model=model, **options), progress=True)
+        self._adopt(Engine.load(EngineConfig(model=model, **options), progress=True))
 
     @classmethod
     def from_engine(cls, engine: Engine) -> "LLM":
-        """Wrap an engine that is built already."""
+        """Wrap an engine that is built already; nobody else may step it."""
         llm = cls.__new__(cls)
-        llm.engine = engine
+        llm._adopt(engine)
         return llm
+
+    def _adopt(self, engine: Engine) -> None:
+        self.engine = engine
+        # a step moves all requests, whoever asked for it: each keeps what its caller has not read
+        self._unread: dict[str, deque[OutputDelta]] = {}
 
     def generate(
         self,
@@ -58,32 +65,27 @@ class LLM:
         """
         batch = _as_list(prompts)
         each = self._params_for(len(batch), params)
-        completions: dict[str, Completion] = {}
+        completions: list[Completion] = []
         try:
             for prompt, one in zip(batch, each, strict=True):
-                completion = self._submit(prompt, one)
-                completions[completion.request_id] = completion
+                completions.append(self._submit(prompt, one))
             with _progress(len(batch), shown=use_tqdm) as advance:
-                self._finish(completions, advance)
-        except BaseException:
-            for request_id in completions:
-                self.engine.abort(request_id)
-            raise
-        return list(completions.values())
+                for completion in completions:
+                    for delta in self._deltas(completion.request_id):
+                        _add(completion, delta)
+                    advance()
+        finally:
+            for completion in completions:
+                self._end(completion.request_id)
+        return completions
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[OutputDelta]:
         """Yield the deltas of one prompt as they come; closing the iterator aborts it."""
-        completion = self._submit(prompt, self._params_for(1, params)[0])
+        request_id = self._submit(prompt, self._params_for(1, params)[0]).request_id
         try:
-            while self.engine.has_work:
-                for delta in self.engine.step():
-                    if delta.request_id == completion.request_id:
-                        _raise_if_failed(delta)
-                        yield delta
-                        if delta.finish_reason is not None:
-                            return
+            yield from self._deltas(request_id)
         finally:
-            self.engine.abort(completion.request_id)
+            self._end(request_id)
 
     def tokenize(self, prompt: Prompt) -> list[int]:
         """Return the token ids of a prompt; a chat goes through the model's template."""
@@ -107,6 +109,7 @@ class LLM:
     def _submit(self, prompt: Prompt, params: SamplingParams) -> Completion:
         token_ids = self.tokenize(prompt)
         request = self.engine.add(token_ids, params)
+        self._unread[request.request_id] = deque()
         return Completion(
             request_id=request.request_id,
             text="",
@@ -116,21 +119,25 @@ class LLM:
             prompt_token_ids=token_ids,
         )
 
-    def _finish(self, completions: dict[str, Completion], advance: "Advance") -> None:
-        unfinished = len(completions)
-        while unfinished:
-            for delta in self.engine.step():
-                completion = completions.get(delta.request_id)
-                if completion is None:
-                    continue
-                _raise_if_failed(delta)
-                completion.text += delta.text
-                completion.token_ids.extend(delta.token_ids)
-                if delta.finish_reason is not None:
-                    completion.finish_reason = delta.finish_reason
-                    completion.stop_reason = delta.stop_reason
-                    unfinished -= 1
-                    advance()
+    def _deltas(self, request_id: str) -> Iterator[OutputDelta]:
+        """Yield the deltas of a request, running steps whenever there is none to read."""
+        unread = self._unread[request_id]
+        while True:
+            while not unread:
+                for delta in self.engine.step():
+                    if delta.request_id in self._unread:
+                        self._unread[delta.request_id].append(delta)
+            delta = unread.popleft()
+            if delta.finish_reason == "error":
+                raise StepFailed(delta.error)
+            yield delta
+            if delta.finish_reason is not None:
+                return
+
+    def _end(self, request_id: str) -> None:
+        """Forget a request; abort it if it still runs."""
+        del self._unread[request_id]
+        self.engine.abort(request_id)
 
 
 Advance = Callable[[], None]
@@ -143,14 +150,19 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(prompts)  # type: ignore[arg-type] # likewise
 
 
-def _raise_if_failed(delta: OutputDelta) -> None:
-    if delta.finish_reason == "error":
-        raise StepFailed(delta.error)
+def _add(completion: Completion, delta: OutputDelta) -> None:
+    completion.text += delta.text
+    completion.token_ids.extend(delta.token_ids)
+    if delta.finish_reason is not None:
+        completion.finish_reason = delta.finish_reason
+        completion.stop_reason = delta.stop_reason
 
 
 @contextlib.contextmanager
 def _progress(total: int, *, shown: bool) -> Iterator[Advance]:
     columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, disable=not shown, transient=True) as progress:
+    console = Console(stderr=True)
+    shown = shown and console.is_terminal
+    with Progress(*columns, console=console, disable=not shown, transient=True) as progress:
         task = progress.add_task("", total=total)
         yield lambda: progress.advance(task)

@@ -1,6 +1,7 @@
 """The output of one request: text as it becomes certain, and when it is over."""
 
 from collections.abc import Collection
+from copy import copy
 
 from prefixkv.detokenizer import Detokenizer, TokenDecoder
 from prefixkv.outputs import FinishReason, OutputDelta
@@ -57,6 +58,5 @@ class OutputStream:
         error: str | None = None,
     ) -> OutputDelta:
         request = self.request
-        return OutputDelta(
-            request.request_id, text, token_ids, request.usage, reason, stop_reason, error
-        )
+        usage = copy(request.usage)  # who reads it later must not see later counts
+        return OutputDelta(request.request_id, text, token_ids, usage, reason, stop_reason, error)

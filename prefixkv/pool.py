@@ -29,10 +29,10 @@ class BlockPool:
         free: blocks that nobody holds, taken from the end.
         order: the idle blocks.
         index: published full blocks by the digest of their chain.
-        roots: open roots by canonical identity.
+        roots: open roots by their key.
         copies: queued copies by target, in the order of queueing.
-        version: grows whenever a block becomes free, idle or findable: as long as it stands still,
-            a request that did not fit will not fit.
+        version: grows whenever a reference is dropped or a block becomes findable: as long as it
+            stands still, a request that did not fit will not fit.
         num_evicted: blocks evicted so far.
     """
 
@@ -184,7 +184,6 @@ class BlockPool:
             bereft.append(above)
         self.free += victims
         self.num_evicted += len(victims)
-        self.version += 1
         self._keep_idle(bereft)
 
     def _keep_idle(self, bereft: list[Block]) -> None:
@@ -203,8 +202,8 @@ class BlockPool:
 
     def _drop_root(self, root: Block) -> None:
         assert isinstance(root, Root)
-        if self.roots.get(root.identity) is root:
-            del self.roots[root.identity]
+        if self.roots.get(root.key) is root:
+            del self.roots[root.key]
 
     # -- references ------------------------------------------------------------------------------
 
@@ -222,20 +221,20 @@ class BlockPool:
         """
         pending = [block]
         self.clock += 1
+        self.version += 1
         while pending:
             block = pending.pop()
             block.refs -= 1
             assert block.refs >= 0
             if block.state != PRIVATE:
                 block.last_use = self.clock  # counts even if a follower keeps it from being idle
+                block.priority = -1 if cold and not block.refs else 0
             if block.refs:
                 continue
             if block.block_id < 0:
                 self._drop_root(block)
                 continue
-            self.version += 1
             if block.state != PRIVATE:
-                block.priority = -1 if cold else 0
                 self.order.add(block)
                 continue
             copy = self.copies.pop(block, None) if self.copies else None

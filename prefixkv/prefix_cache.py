@@ -53,7 +53,6 @@ if TYPE_CHECKING:
 class CacheStats:
     """Counts since the cache was made; they only grow."""
 
-    num_matched_tokens: int = 0
     num_deduplicated: int = 0
     num_collisions: int = 0
     num_takeovers: int = 0
@@ -100,11 +99,11 @@ class PrefixCache:
 
     def root(self, identity: ModelIdentity) -> Root:
         """Return the open root of an identity under the weights of now, new if need be."""
-        key = identity.at_epoch(self.epoch).canonical
-        root = self.pool.roots.get(key)
+        key = identity.canonical
+        root = self.pool.roots.get(key)  # of this epoch, since a new one begins with none
         if root is None:
-            root = Root(key, root_digest(key), self.epoch)
-            self.pool.roots[key] = root
+            digest = root_digest(identity.at_epoch(self.epoch).canonical)
+            root = self.pool.roots[key] = Root(key, digest, self.epoch)
         return root
 
     def match(self, root: Root, tokens: bytes) -> tuple[Block, int]:

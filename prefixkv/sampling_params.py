@@ -54,10 +54,9 @@ class SamplingParams:
         if self.max_tokens is not None:
             check(_is_int(self.max_tokens) and self.max_tokens >= 1, "max_tokens", self.max_tokens,
                   "an integer >= 1")  # fmt: skip
+        check(_is_texts(self.stop), "stop", self.stop, "a tuple of non-empty strings")
         check(len(self.stop) <= MAX_STOP_STRINGS, "stop", len(self.stop),
               f"at most {MAX_STOP_STRINGS} strings")  # fmt: skip
-        check("" not in self.stop, "stop", self.stop,
-              "non-empty strings")  # fmt: skip
         check(all(_is_int(t) and t >= 0 for t in self.stop_token_ids), "stop_token_ids",
               self.stop_token_ids, "token ids >= 0")  # fmt: skip
 
@@ -74,6 +73,10 @@ def _finite(value: object) -> bool:
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_texts(value: object) -> bool:
+    return isinstance(value, tuple) and all(isinstance(text, str) and text for text in value)
 
 
 def _refuse_unless(ok: bool, param: str, value: object, allowed: str) -> None:

@@ -12,7 +12,7 @@ the head of the queue.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from sortedcontainers import SortedKeyList
 
@@ -39,12 +39,36 @@ class ScheduledRequest:
         return self.start + self.num_tokens == len(self.request.tokens)
 
 
+@dataclass(slots=True)
+class Batch:
+    """A step being filled; `budget` is what is left of its tokens."""
+
+    budget: int
+    items: dict[Request, ScheduledRequest] = field(default_factory=dict)
+
+    def add(self, request: Request, num_tokens: int) -> None:
+        """Schedule the next tokens of a request. Requires that their room is reserved."""
+        sequence = request.sequence
+        assert sequence is not None
+        start = sequence.num_tokens
+        sequence.write(request.tokens[start : start + num_tokens])
+        self.items[request] = ScheduledRequest(request, sequence, start, num_tokens)
+        self.budget -= num_tokens
+
+    def remove(self, request: Request) -> None:
+        """Take a request out again, if it is in; the caller takes its sequence away."""
+        item = self.items.pop(request, None)
+        if item is not None:
+            self.budget += item.num_tokens
+
+
 class Scheduler:
     """Decides each step over a `PrefixCache`; pure bookkeeping.
 
     Attributes:
         waiting: the queue, by (priority, arrival).
         running: requests that hold a sequence, by first admission.
+        num_prompt_tokens, num_cached_tokens: of all requests admitted so far, each counted once.
         twins: who waits for a running request, with the number of tokens it must have computed.
     """
 
@@ -56,6 +80,8 @@ class Scheduler:
         self.twins: dict[Request, list[tuple[int, Request]]] = {}
         self.num_admissions = 0
         self.num_preemptions = 0
+        self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
 
     # -- coming and going ------------------------------------------------------------------------
 
@@ -130,7 +156,6 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         self._stop_running(request)
         request.usage.num_preemptions += 1
-        request.not_before = None
         self.num_preemptions += 1
         self.waiting.add(request)
 
@@ -141,21 +166,19 @@ class Scheduler:
 
         The caller computes, then either commits each sequence and calls `committed`, or discards.
         """
-        batch: dict[Request, ScheduledRequest] = {}
-        budget = self.config.max_num_batched_tokens
+        batch = Batch(self.config.max_num_batched_tokens)
         preempted_before = self.num_preemptions
         for request in self._decoding_first():
-            if budget <= 0:
+            if batch.budget <= 0:
                 break
             if request.sequence is None:
                 continue  # preempted a moment ago, for one that comes before it
-            num_tokens = self._chunk(request.num_pending_tokens, budget)
+            num_tokens = self._chunk(request.num_pending_tokens, batch.budget)
             if self._make_room(request, num_tokens, batch):
-                self._write(request, num_tokens, batch)
-            budget = self.config.max_num_batched_tokens - sum(s.num_tokens for s in batch.values())
+                batch.add(request, num_tokens)
         if self.num_preemptions == preempted_before:
-            self._admit(budget, batch)
-        return list(batch.values())
+            self._admit(batch)
+        return list(batch.items.values())
 
     def _decoding_first(self) -> list[Request]:
         return sorted(self.running, key=lambda r: r.num_pending_tokens > 1)
@@ -164,18 +187,7 @@ class Scheduler:
         limit = self.config.max_prefill_chunk
         return min(num_pending, budget, limit if limit is not None else budget)
 
-    def _write(
-        self, request: Request, num_tokens: int, batch: dict[Request, ScheduledRequest]
-    ) -> None:
-        sequence = request.sequence
-        assert sequence is not None
-        start = sequence.num_tokens
-        sequence.write(request.tokens[start : start + num_tokens])
-        batch[request] = ScheduledRequest(request, sequence, start, num_tokens)
-
-    def _make_room(
-        self, request: Request, num_tokens: int, batch: dict[Request, ScheduledRequest]
-    ) -> bool:
+    def _make_room(self, request: Request, num_tokens: int, batch: Batch) -> bool:
         """Reserve for a running request, preempting others; False if it gave way itself."""
         while True:
             assert request.sequence is not None
@@ -183,13 +195,13 @@ class Scheduler:
                 return True
             assert len(self.running) > 1, f"no room for the only running request, {request}"
             victim = min(self.running[1:], key=self._loss)
-            batch.pop(victim, None)
+            batch.remove(victim)
             self._preempt(victim)
             if victim is request:
                 return False
 
     def _loss(self, request: Request) -> tuple[int, int]:
-        """What preempting would put at stake: tokens that nobody else keeps; the youngest first."""
+        """What preempting would put at stake: blocks that nobody else keeps; the youngest first."""
         assert request.sequence is not None
         assert request.admission is not None
         block = request.sequence.last_block
@@ -198,9 +210,16 @@ class Scheduler:
             block = block.parent
         return (depth - block.depth, -request.admission)
 
-    def _admit(self, budget: int, batch: dict[Request, ScheduledRequest]) -> None:
-        """Admit from the head of the queue while budget, places and room last."""
-        while budget > 0 and self.waiting and len(self.running) < self.config.max_num_seqs:
+    def _admit(self, batch: Batch) -> None:
+        """Admit from the head of the queue while budget, places and room last.
+
+        Room is asked for the whole prompt, besides what the prompts that run still need: else many
+        would be admitted against the same free blocks, only to preempt each other.
+        """
+        if not self.waiting or self.waiting[0].not_before == self.cache.pool.version:
+            return
+        promised = self._promised_blocks()
+        while batch.budget > 0 and self.waiting and len(self.running) < self.config.max_num_seqs:
             request = self.waiting[0]
             if request.not_before == self.cache.pool.version:
                 return
@@ -211,20 +230,27 @@ class Scheduler:
                 del self.waiting[0]
                 self.twins.setdefault(leader[0], []).append((leader[1], request))
                 continue
-            num_pending = len(request.tokens) - sequence.num_tokens
-            if not sequence.reserve(num_pending):
-                num_pending += sequence.num_tokens
-                dropped = sequence.drop_partial()
-                num_pending -= sequence.num_tokens
-                if not dropped or not sequence.reserve(num_pending):
-                    sequence.release()
-                    request.not_before = self.cache.pool.version
-                    return
+            if not self._reserve_all(request, sequence, promised):
+                sequence.release()
+                request.not_before = self.cache.pool.version
+                return
             del self.waiting[0]
             self._start(request, sequence)
-            num_tokens = self._chunk(num_pending, budget)
-            self._write(request, num_tokens, batch)
-            budget -= num_tokens
+            batch.add(request, self._chunk(request.num_pending_tokens, batch.budget))
+            promised += _blocks_still_needed(request)
+
+    def _promised_blocks(self) -> int:
+        return sum(_blocks_still_needed(request) for request in self.running)
+
+    @staticmethod
+    def _reserve_all(request: Request, sequence: Sequence, promised: int) -> bool:
+        """Reserve for all tokens; without the copy of a partial hit if that does not fit."""
+        size = len(request.tokens)
+        if sequence.reserve(size - sequence.num_tokens, spare_blocks=promised):
+            return True
+        return sequence.drop_partial() and sequence.reserve(
+            size - sequence.num_tokens, spare_blocks=promised
+        )
 
     def _start(self, request: Request, sequence: Sequence) -> None:
         request.sequence = sequence
@@ -233,13 +259,15 @@ class Scheduler:
             request.admission = self.num_admissions
             self.num_admissions += 1
             request.usage.num_cached_tokens = sequence.num_tokens
+            self.num_cached_tokens += sequence.num_tokens
+            self.num_prompt_tokens += request.num_prompt_tokens
         self.running.add(request)
 
     def _find_leader(self, request: Request, sequence: Sequence) -> tuple[Request, int] | None:
         """Find the running request worth waiting for, and how far it must have computed.
 
-        Only whole blocks count, as only those are published while the other runs; and only what was
-        admitted earlier is waited for, so that nobody waits in a circle.
+        Only whole blocks count, as only those are published while the other runs. A request that
+        was preempted does not wait for those admitted after it.
         """
         if not self.cache.enabled:
             return None
@@ -278,3 +306,10 @@ class Scheduler:
             raise InvariantViolation(
                 f"scheduler: {len(held)} requests run, {len(self.cache.sequences)} sequences live"
             )
+
+
+def _blocks_still_needed(request: Request) -> int:
+    """Blocks that the tokens of a running request take which are not scheduled yet."""
+    assert request.sequence is not None
+    num_pending = request.num_pending_tokens
+    return request.sequence.num_blocks_needed(num_pending) if num_pending else 0

@@ -53,9 +53,9 @@ class Sequence:
         At least the last token is left to compute, since its logits are wanted. Costs one digest
         and one comparison for each block found, O(log children) where the match ends.
         """
+        packed = pack_tokens(tokens)
         root = cache.root(identity)
-        block, num_tokens = cache.match(root, pack_tokens(tokens))
-        cache.stats.num_matched_tokens += num_tokens
+        block, num_tokens = cache.match(root, packed)
         return cls(cache, root, block, num_tokens)
 
     def __repr__(self) -> str:
@@ -82,11 +82,11 @@ class Sequence:
             return 1 - (room - num_tokens) // block_size if num_tokens > room else 1
         return -((room - num_tokens) // block_size) if num_tokens > room else 0
 
-    def reserve(self, num_tokens: int) -> bool:
+    def reserve(self, num_tokens: int, *, spare_blocks: int = 0) -> bool:
         """Make room for writing `num_tokens` more, evicting what is idle if need be.
 
         Returns False, and changes nothing, if there is no room now. The room is not held: write
-        before anything else takes blocks.
+        before anything else takes blocks. With `spare_blocks`, so many must be free besides.
 
         Raises:
             StaleSequence: if it was released, or its weights were replaced.
@@ -95,10 +95,10 @@ class Sequence:
             raise self._stale()
         last = self.last_block
         room = last.depth * self.cache.block_size - self.num_tokens
-        if num_tokens <= room and last.state == PRIVATE and last.refs == 1:
+        if num_tokens <= room and last.state == PRIVATE and last.refs == 1 and not spare_blocks:
             return True  # nearly always so while decoding
         needed = self.num_blocks_needed(num_tokens)
-        return not needed or self.cache.pool.reserve(needed)
+        return not needed or self.cache.pool.reserve(needed + spare_blocks)
 
     def write(self, tokens: Tokens) -> None:
         """Append tokens whose K and V the coming step computes.

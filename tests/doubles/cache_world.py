@@ -8,9 +8,9 @@ from array import array
 from collections import Counter
 from dataclasses import dataclass
 
-from fake_kv import FakeKV, chain_of
+from fake_kv import FakeKV, chain_of, content_identity
 
-from prefixkv.block import FREE, TAIL, Block
+from prefixkv.block import FREE, TAIL, Block, Root
 from prefixkv.hashing import DigestFunction, chain_digest, pack_tokens, unpack_tokens
 from prefixkv.identity import ModelIdentity
 from prefixkv.prefix_cache import PrefixCache
@@ -158,8 +158,7 @@ class World:
 
     def longest_published(self, identity: ModelIdentity, tokens: list[int]) -> int:
         """The longest beginning of tokens[:-1] that any published chain holds."""
-        canonical = identity.at_epoch(self.cache.epoch).canonical
-        root = self.cache.pool.roots.get(canonical)
+        root = self.cache.pool.roots.get(identity.canonical)
         best = 0
         for block in self.cache.pool.blocks:
             if block.state < TAIL:
@@ -197,9 +196,9 @@ class World:
         kv = FakeKV(dict(self.kv.slots))
         kv.copy(cache.pending_copies)  # what will run before anything is read
         for stream in self.streams:
-            canonical = stream.sequence.root.identity
+            identity = content_identity(stream.sequence.root)
             for position, content in enumerate(kv.read(stream.sequence)):
-                expected = (canonical, tuple(stream.tokens[: position + 1]))
+                expected = (identity, tuple(stream.tokens[: position + 1]))
                 assert content == expected, f"invariant 5 (content): position {position}"
         self._check_published(kv)
 
@@ -214,8 +213,8 @@ class World:
             start = (block.depth - 1) * self.cache.block_size
             for offset in range(len(block.tokens) // 4):
                 content = kv.slots.get((block.block_id, offset))
-                identity = getattr(root, "identity", None)
-                expected = (identity, tokens[: start + offset + 1])
+                assert isinstance(root, Root)
+                expected = (content_identity(root), tokens[: start + offset + 1])
                 assert content == expected, f"invariant 5 (content): published {block} lies"
 
     def finish(self) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from fake_kv import FakeKV
+from fake_kv import FakeKV, content_identity
 
 from prefixkv.config import SchedulerConfig
 from prefixkv.identity import ModelIdentity
@@ -38,7 +38,7 @@ class FakeExecutor:
         self, num_blocks: int, block_size: int, *, enabled: bool = True, **limits: int | None
     ) -> None:
         self.cache = PrefixCache(num_blocks + 1, block_size, enabled=enabled)
-        config = SchedulerConfig(max_model_len=10_000, **limits)  # type: ignore[arg-type]
+        config = SchedulerConfig(**limits)  # type: ignore[arg-type]
         self.scheduler = Scheduler(self.cache, config)
         self.kv = FakeKV()
         self.finished: dict[str, list[int]] = {}
@@ -87,8 +87,9 @@ class FakeExecutor:
         if not samples:
             return
         tokens = request.tokens.tolist()
+        assert item.sequence.num_computed_tokens == len(tokens)
         for position, content in enumerate(self.kv.read(item.sequence)):
-            expected = (item.sequence.root.identity, tuple(tokens[: position + 1]))
+            expected = (content_identity(item.sequence.root), tuple(tokens[: position + 1]))
             assert content == expected, f"{request} reads {content} at {position}"
         request.append(next_token(tokens))
         if request.num_output_tokens == request.max_tokens:

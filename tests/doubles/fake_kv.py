@@ -5,7 +5,7 @@ Reading a slot back proves where it came from, which real tensors cannot. An abs
 
 from dataclasses import dataclass, field
 
-from prefixkv.block import FREE, Block, BlockCopy
+from prefixkv.block import FREE, Block, BlockCopy, Root
 from prefixkv.prefix_cache import PrefixCache
 from prefixkv.sequence import Sequence
 
@@ -47,7 +47,7 @@ class FakeKV:
             slot = (table[position // block_size], position % block_size)
             self.slots.pop(slot, None)
             if not failed:
-                self.slots[slot] = (sequence.root.identity, tuple(tokens[: position + 1]))
+                self.slots[slot] = (content_identity(sequence.root), tuple(tokens[: position + 1]))
 
     def read(self, sequence: Sequence) -> list[Content | None]:
         """What the sequence would see at each of its computed positions."""
@@ -57,6 +57,11 @@ class FakeKV:
             self.slots.get((table[position // block_size], position % block_size))
             for position in range(sequence.num_computed_tokens)
         ]
+
+
+def content_identity(root: Root) -> bytes:
+    """What the KV under a root depends on, besides the tokens."""
+    return root.key + b" at epoch %d" % root.epoch
 
 
 def chain_of(block: Block) -> list[Block]:

@@ -67,9 +67,9 @@ def test_alone_cold_then_all_at_once_warm(
     """Each prompt alone on an empty cache; then all in one batch, found but for one token."""
     engine = make_engine(model)
     for prompt, tokens in zip(prompts, expected, strict=True):
-        result, _ = run(engine, [prompt], NUM_TOKENS)
+        result, _ = run(engine, [prompt], NUM_TOKENS, poison_value=None)
         assert list(result.token_ids.values()) == [tokens]
-    result, requests = run(engine, prompts, NUM_TOKENS)
+    result, requests = run(engine, prompts, NUM_TOKENS, poison_value=None)
 
     assert [result.token_ids[r.request_id] for r in requests] == expected
     assert [r.usage.num_cached_tokens for r in requests] == [len(p) - 1 for p in prompts]
@@ -81,7 +81,7 @@ def test_mixed_cold_in_chunks_of_seven(
 ) -> None:
     """Chunks of seven prompt tokens beside the decodes of others, on an empty cache."""
     engine = make_engine(model, max_prefill_chunk=7, max_num_batched_tokens=64)
-    result, requests = run(engine, prompts, NUM_TOKENS)
+    result, requests = run(engine, prompts, NUM_TOKENS, poison_value=None)
 
     assert [result.token_ids[r.request_id] for r in requests] == expected
     assert_idle(engine)
@@ -95,7 +95,7 @@ def test_a_long_prompt_through_the_gathered_path_cold_and_warm(
     long = [token for prompt in prompts for token in prompt]
     engine = make_engine(model)
     for prompt, cached in ((long, 0), (long, len(long) - 1), (long[:-9] + long[:50], -1)):
-        result, (request,) = run(engine, [prompt], 4)
+        result, (request,) = run(engine, [prompt], 4, poison_value=None)
         (tokens,) = result.token_ids.values()
         with torch.no_grad():
             logits = reference(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]

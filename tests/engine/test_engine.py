@@ -420,4 +420,4 @@ def test_the_default_configuration_is_valid() -> None:
     """What a user gets who gives nothing."""
     config = EngineConfig()
     assert config.model == "smollm2-135m"
-    assert config.scheduler_config(100).max_model_len == 100
+    assert config.scheduler_config().max_num_seqs == 64
