@@ -412,3 +412,52 @@ def test_common_beginnings_end_on_whole_tokens(a: list[int], b: list[int]) -> No
         expected += 1
     assert common_beginning(pack_tokens(a), pack_tokens(b)) == 4 * expected
     assert common_beginning(pack_tokens([257]), pack_tokens([1])) == 0
+
+
+def test_a_refused_open_leaves_no_root() -> None:
+    """Wrong tokens are refused before anything is made."""
+    cache = PrefixCache(num_blocks=8, block_size=4)
+    for wrong in ([2**40], b"12345"):
+        with pytest.raises(InvalidRequest):
+            Sequence.open(cache, MODEL, wrong)
+    cache.check_invariants()
+    sequence = Sequence.open(cache, MODEL, [1, 2])
+    sequence.reserve(2)
+    with pytest.raises(InvalidRequest, match="6 bytes are not packed tokens"):
+        sequence.write(b"123456")
+    sequence.release()
+    cache.check_invariants()
+
+
+def test_a_warm_use_takes_the_cold_away() -> None:
+    """What a losing branch left, and somebody used again, is evicted in its turn."""
+    world = World(num_blocks=8, block_size=2)
+    compute(world, [0, 0])
+    world.release(world.streams[0], cold=True)
+    compute(world, [0, 0, 1, 1])  # follows the cold block, and keeps it from being idle
+    world.release(world.open(MODEL, [0, 0, 2]))
+    world.release(world.streams[0])
+    assert all(block.priority == 0 for block in world.cache.pool.blocks)
+
+
+def test_the_version_moves_whenever_room_may_have_grown() -> None:
+    """Also when a reference goes away that was not the last one."""
+    world = World(num_blocks=8, block_size=2)
+    compute(world, [0, 0, 1, 1])
+    holder = world.open(MODEL, [0, 0, 2])  # ends at the first block
+    world.release(world.streams[0])
+    before = world.cache.pool.version, world.cache.pool.num_reclaimable()
+    world.release(holder)
+    after = world.cache.pool.version, world.cache.pool.num_reclaimable()
+    assert after[1] > before[1]
+    assert after[0] > before[0]
+
+
+def test_replaced_weights_get_another_root() -> None:
+    """The epoch is part of what a root's digest covers."""
+    cache = PrefixCache(num_blocks=8, block_size=2)
+    first = cache.root(MODEL)
+    cache.pool.roots.clear()
+    cache.weights_changed()
+    assert cache.root(MODEL).digest != first.digest
+    assert cache.root(MODEL).epoch == 1

@@ -9,7 +9,7 @@ from prefixkv.errors import QueueFull, RequestTooLarge
 from prefixkv.identity import ModelIdentity
 from prefixkv.prefix_cache import PrefixCache
 from prefixkv.request import Request
-from prefixkv.scheduler import ScheduledRequest
+from prefixkv.scheduler import Batch, ScheduledRequest
 
 prompts = st.lists(st.integers(0, 1), min_size=1, max_size=14)
 
@@ -306,3 +306,58 @@ def test_a_disabled_cache_shares_nothing() -> None:
     assert executor.num_computed == 3 * 21
     assert IDENTITY.salt is None
     assert next_token([0] * 20) == executor.finished["0"][0]
+
+
+def test_a_younger_decode_comes_before_an_older_prompt() -> None:
+    """Decodes first, whoever was admitted first."""
+    executor = FakeExecutor(100, 4, max_num_batched_tokens=8, max_prefill_chunk=4)
+    executor.add([0] * 40, 1)
+    executor.add([1], 20)
+    executor.step()
+    batch = executor.step()
+    assert [item.num_tokens for item in batch] == [1, 4]
+    assert [item.request.request_id for item in batch] == ["1", "0"]
+
+
+def test_prompts_in_chunks_are_not_admitted_against_the_same_blocks() -> None:
+    """Room is promised to the rest of a prompt: nothing is computed twice for want of it."""
+    executor = FakeExecutor(210, 4, max_num_batched_tokens=256, max_prefill_chunk=16)
+    for i in range(8):
+        executor.add([i % 3, i // 3] + [0] * 398, 4)
+    executor.run()
+    assert executor.scheduler.num_preemptions == 0
+    assert executor.num_computed == 8 * 403 - executor.scheduler.num_cached_tokens
+
+
+def test_nobody_is_admitted_in_a_step_with_a_preemption() -> None:
+    """The room that a preemption makes is for those who run."""
+    executor = FakeExecutor(8, 2, max_num_batched_tokens=64)
+    for i in range(4):
+        executor.add([i % 2, i // 2, 1], 8)
+    seen = False
+    while executor.scheduler.has_work:
+        before = executor.scheduler.num_preemptions
+        running = set(executor.scheduler.running)
+        batch = executor.step()
+        if executor.scheduler.num_preemptions > before:
+            seen = True
+            assert {item.request for item in batch} <= running
+    assert seen
+
+
+def test_a_budget_given_back_by_a_preemption_is_used_again() -> None:
+    """A request that is taken out of a step does not count in it."""
+    executor = FakeExecutor(30, 2)
+    for i in range(3):
+        executor.add([i, 1, 1], 4)
+    executor.step()
+    batch = Batch(budget=10)
+    first = executor.scheduler.running[0]
+    first.sequence.reserve(1)
+    batch.add(first, 1)
+    assert batch.budget == 9
+    batch.remove(first)
+    batch.remove(first)
+    assert batch.budget == 10
+    first.sequence.discard()
+    executor.run()

@@ -2,11 +2,13 @@
 
 import asyncio
 import random
+import threading
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import pytest
+import torch
 from engine_runs import greedy
 from tiny_models import reference_output, tiny_engine, tiny_model
 
@@ -173,5 +175,64 @@ def test_a_dead_engine_says_so(model: Any, monkeypatch: pytest.MonkeyPatch) -> N
             await tokens_of(engine.generate(PROMPT, greedy(3)))
         assert not engine.is_running
         await engine.stop()
+
+    asyncio.run(main())
+
+
+def test_a_stop_that_is_cancelled_still_ends_everything(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who waits for a token is told, though nobody waits for the stop any more."""
+    release = threading.Event()
+
+    async def main() -> None:
+        engine = AsyncEngine(tiny_engine(model))
+        await engine.start()
+        forward = engine.engine.model.forward
+
+        def slow(*arguments: Any) -> torch.Tensor:
+            release.wait(10)
+            return forward(*arguments)
+
+        monkeypatch.setattr(engine.engine.model, "forward", slow)
+        task = asyncio.create_task(tokens_of(engine.generate(PROMPT, ENDLESS)))
+        await asyncio.sleep(0.05)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(engine.stop(), 0.05)
+        release.set()
+        with pytest.raises(EngineStopped):
+            await asyncio.wait_for(task, 10)
+
+    asyncio.run(main())
+
+
+def test_a_worker_that_is_ended_by_a_command_says_so(model: Any) -> None:
+    """Even what is no Exception must not leave anybody waiting."""
+
+    def leave() -> None:
+        raise SystemExit
+
+    async def main() -> None:
+        engine = AsyncEngine(tiny_engine(model))
+        await engine.start()
+        with pytest.raises(EngineStopped, match="SystemExit"):
+            await asyncio.wait_for(engine.run(leave), 10)
+        await engine.stop()
+
+    asyncio.run(main())
+
+
+def test_another_event_loop_is_refused_and_harms_nobody(model: Any) -> None:
+    """The engine answers on the loop that it was started on."""
+
+    async def main() -> None:
+        async with running(model) as engine:
+
+            def elsewhere() -> None:
+                with pytest.raises(EngineStopped, match="another event loop"):
+                    asyncio.run(engine.stats())
+
+            await asyncio.to_thread(elsewhere)
+            assert await tokens_of(engine.generate(PROMPT, greedy(2)))
 
     asyncio.run(main())

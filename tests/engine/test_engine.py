@@ -1,6 +1,7 @@
 """The engine's promises besides exactness: refusals, failures, ends of outputs, reset."""
 
 import logging
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -421,3 +422,146 @@ def test_the_default_configuration_is_valid() -> None:
     config = EngineConfig()
     assert config.model == "smollm2-135m"
     assert config.scheduler_config().max_num_seqs == 64
+
+
+# -- shrunk from a review ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["compute", "commit", "deliver"])
+def test_an_interrupted_step_is_taken_back(
+    model: Any, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C in a notebook: nothing uncomputed counts as computed, and the rest goes on right."""
+    engine = tiny_engine(model, max_prefill_chunk=3)
+    for i in range(3):
+        engine.add([*PROMPT, i + 3], greedy(6), request_id=str(i))
+    result = Run()
+    target: Any = {
+        "compute": (engine.model, "forward"),
+        "commit": (type(engine.scheduler), "committed"),
+        "deliver": (type(engine.cache), "publish"),
+    }[where]
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    while engine.has_work:
+        with monkeypatch.context() as patch:
+            patch.setattr(target[0], target[1], interrupt)
+            with suppress(KeyboardInterrupt):
+                collect(engine, result)
+        engine.check_invariants()
+        collect(engine, result)
+
+    for i in range(3):
+        assert result.token_ids[str(i)] == reference_output(model, [*PROMPT, i + 3], 6)
+    again, requests = run(engine, [[*PROMPT, i + 3] for i in range(3)], 6)
+    for i, request in enumerate(requests):
+        assert request.usage.num_cached_tokens == len(PROMPT)
+        assert again.token_ids[request.request_id] == result.token_ids[str(i)]
+
+
+def test_a_request_that_cannot_be_added_leaves_nothing(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever fails in `add` fails before anything is queued."""
+    engine = tiny_engine(model)
+
+    def fail(*_: object) -> None:
+        raise TypeError("planted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("prefixkv.engine.OutputStream", fail)
+        with pytest.raises(TypeError, match="planted"):
+            engine.add(PROMPT, greedy(2))
+    assert not engine.has_work
+    with pytest.raises(InvalidRequest, match=r"^stop is"):
+        SamplingParams(stop=(5,))  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match="tuple of non-empty strings"):
+        SamplingParams(stop="abc")  # type: ignore[arg-type]
+    run(engine, [PROMPT], 2)
+    assert_idle(engine)
+
+
+def test_an_output_that_cannot_be_decoded_fails_alone(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error of the tokenizer ends its own request; its neighbours lose no token."""
+    engine = tiny_engine(model)
+    engine.add(PROMPT, greedy(6), request_id="bad")
+    engine.add([*PROMPT, 9], greedy(6), request_id="good")
+    stream = engine._streams["bad"]
+
+    def fail(_: int) -> None:
+        raise ValueError("planted")
+
+    monkeypatch.setattr(stream, "push", fail)
+    result = Run()
+    while engine.has_work:
+        collect(engine, result)
+    assert result.errors["bad"] == "ValueError: planted"
+    assert result.token_ids["good"] == reference_output(model, [*PROMPT, 9], 6)
+    assert_idle(engine)
+
+
+def test_a_failure_while_arrays_are_built_is_cleaned_up(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No view of a block table is left behind that would keep it from being cut."""
+    engine = tiny_engine(model)
+    engine.add(PROMPT, greedy(6))
+    engine.step()
+
+    def fail(*_: object, **__: object) -> None:
+        raise MemoryError("planted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("prefixkv.kernels.plan.np.concatenate", fail)
+        (delta,) = engine.step()
+    assert delta.error == "MemoryError: planted"
+    assert_idle(engine)
+
+
+def test_an_infinite_key_of_an_early_layer_is_noticed(model: Any) -> None:
+    """Its weight may be 0, and no later layer show it; it must not be published all the same."""
+    engine = tiny_engine(model)
+    layer: Any = engine.model.hf.model.layers[0].self_attn.k_proj
+
+    def infinite(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor:
+        output = output.clone()
+        output[:, -1] = -torch.inf
+        return output
+
+    hook = layer.register_forward_hook(infinite)
+    engine.add(PROMPT, greedy(2), request_id="bad")
+    (delta,) = engine.step()
+    hook.remove()
+    assert delta.finish_reason == "error"
+    _, (request,) = run(engine, [PROMPT], 2)
+    assert request.usage.num_cached_tokens == 0
+
+
+def test_a_delta_keeps_the_counts_of_its_time(model: Any) -> None:
+    """Usage read later does not show later tokens."""
+    engine = tiny_engine(model)
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    engine.add(PROMPT, params)
+    deltas = [delta for _ in range(5) for delta in engine.step()]
+    assert [delta.usage.num_completion_tokens for delta in deltas] == [1, 2, 3, 4, 5]
+
+
+def test_ids_of_our_own_avoid_those_in_use(model: Any) -> None:
+    """A client may have taken the next one."""
+    engine = tiny_engine(model)
+    engine.add(PROMPT, greedy(1), request_id="request-0")
+    assert engine.add(PROMPT, greedy(1)).request_id == "request-1"
+
+
+def test_matches_are_counted_once_a_request(model: Any) -> None:
+    """Neither tries of a waiting head nor matches after a preemption are hits."""
+    engine = tiny_engine(model, num_blocks=8)
+    run(engine, [[i + 3] * 9 for i in range(3)], 12)
+    stats = engine.stats()
+    assert stats["num_preemptions"] > 0
+    assert stats["num_cached_tokens"] == 0
+    assert stats["num_prompt_tokens"] == 27

@@ -95,3 +95,21 @@ def test_a_failing_step_raises(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Non
             list(llm.stream(TEXT, greedy(2)))
     assert_idle(llm.engine)
     assert llm.generate(TEXT, greedy(2))[0].token_ids
+
+
+def test_streams_and_calls_do_not_take_each_others_tokens(llm: LLM, model: Any) -> None:
+    """A step moves all requests, whoever asked for it; each caller still reads all of its own."""
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    prompts = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
+    expected = [next(iter(llm.generate([p], params, use_tqdm=False))).token_ids for p in prompts]
+    one, two = llm.stream(prompts[0], params), llm.stream(prompts[1], params)
+    got: list[list[int]] = [[], []]
+    got[0].extend(next(one).token_ids)
+    got[1].extend(next(two).token_ids)
+    (third,) = llm.generate([prompts[2]], params, use_tqdm=False)
+    for tokens, stream in zip(got, (one, two), strict=True):
+        for delta in stream:
+            tokens.extend(delta.token_ids)
+
+    assert [*got, third.token_ids] == expected
+    assert_idle(llm.engine)
