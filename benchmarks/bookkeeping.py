@@ -85,6 +85,7 @@ class Replay:
         """Replay one request."""
         cache, clock = self.cache, [thread_time()]
         packed = pack_tokens(tokens)
+        stream = array("i", packed)  # a request keeps its tokens so
         clock.append(thread_time())
         seq = Sequence.open(cache, IDENTITY, packed)
         found = seq.num_tokens
@@ -98,8 +99,9 @@ class Replay:
         seq.block_table()
         clock.append(thread_time())
         for token in range(NUM_APPENDS):
+            stream.append(token)
             assert seq.reserve(1)
-            seq.write([token])
+            seq.write(stream[-1:])
             seq.commit()
         clock.append(thread_time())
         seq.release()

@@ -134,9 +134,7 @@ class BlockPool:
         limit_priority, limit_use = limit[0], limit[1]
         append(block)
         for _ in range(count - len(victims)):
-            parent = block.parent
-            assert parent is not None
-            block = parent
+            block = block.parent  # type: ignore[assignment] # only roots have none
             if block.refs != 1:
                 left[block] = others = left.get(block, block.refs) - 1
                 if others:
@@ -160,10 +158,10 @@ class BlockPool:
         for block in victims:
             if above is not None and above is not block:
                 bereft.append(above)
-            parent = block.parent
-            assert parent is not None
-            if block.digest is not None:
-                del index[block.digest]
+            parent: Block = block.parent  # type: ignore[assignment] # only roots have none
+            digest = block.digest
+            if digest is not None:
+                del index[digest]
                 block.digest = None
             if parent.children is block:
                 parent.children = None
@@ -173,13 +171,14 @@ class BlockPool:
             block.parent = None
             block.state = FREE
             block.priority = 0
-            parent.refs -= 1
-            if parent.refs:
-                above = None
-            else:
+            if parent.refs == 1:
+                parent.refs = 0
                 above = parent
                 if parent.last_use < block.last_use:
                     parent.last_use = block.last_use
+            else:
+                parent.refs -= 1
+                above = None
         if above is not None:
             bereft.append(above)
         self.free += victims
@@ -252,11 +251,13 @@ class BlockPool:
         The caller's reference on `parent` passes to the first of them; the caller holds the one
         on the last, which is returned. Requires that they were reserved.
         """
-        free = self.free
         span = self.block_size * 4
+        starts = range(start, len(tokens), span)
+        fresh = self.free[-len(starts) :]
+        del self.free[-len(starts) :]
+        fresh.reverse()
         depth = parent.depth
-        for i in range(start, len(tokens), span):
-            block = free.pop()
+        for block, i in zip(fresh, starts, strict=True):
             depth += 1
             block.tokens = tokens[i : i + span]
             block.parent = parent

@@ -159,7 +159,7 @@ class PrefixCache:
         assert digest is not None
         self.pool.version += 1
         moved: int | None = None
-        for i, block in enumerate(chain):
+        for block in chain:
             digest = hashed(digest + block.tokens)
             incumbent = setdefault(digest, block)
             if incumbent is block:
@@ -171,6 +171,7 @@ class PrefixCache:
                     add_child(parent, block)
                 parent = block
             elif incumbent.parent is parent and incumbent.tokens == block.tokens:
+                i = block.depth - chain[0].depth
                 self._give_way(block, incumbent, chain[i + 1] if i + 1 < len(chain) else follower)
                 moved = i if moved is None else moved
                 parent = chain[i] = incumbent

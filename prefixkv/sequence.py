@@ -168,8 +168,7 @@ class Sequence:
             block = _parent(block)
         chain = [block]
         for _ in range(block.depth - num_published - 1):
-            assert block.parent is not None
-            block = block.parent
+            block = block.parent  # type: ignore[assignment] # only roots have none
             chain.append(block)
         chain.reverse()
         moved = self.cache.publish(chain, follower)
