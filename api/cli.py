@@ -1,5 +1,6 @@
 """The `prefixkv` command. Heavy imports wait until a command needs them, so that help is fast."""
 
+import atexit
 import logging
 import os
 import sys
@@ -44,6 +45,7 @@ app = typer.Typer(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit: with 1 after an error of ours, told in one line."""
+    atexit.register(_silence_triton)  # first registered, last called
     session = Session()
     try:
         app(arguments, prog_name="prefixkv", obj=session)
@@ -54,6 +56,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             message = " ".join(str(error).split()) or type(error).__name__
             sys.stderr.write(f"prefixkv: {message}\n")
         sys.exit(1)
+
+
+def _silence_triton() -> None:
+    """Triton 3.9, which torch imports if it is there, lists leaks of its own at the very end."""
+    if "triton" in sys.modules:
+        sys.stderr.flush()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def _print_version(is_asked: bool) -> None:
