@@ -13,11 +13,11 @@ from typing import Final, cast
 import numpy as np
 import torch
 
+from prefixkv.admission import check_token_ids, resolve_max_tokens
 from prefixkv.attention_step import StepAttention
 from prefixkv.config import EngineConfig
 from prefixkv.errors import (
     ConfigError,
-    ContextLengthExceeded,
     InvalidRequest,
     InvariantViolation,
     ModelError,
@@ -106,8 +106,11 @@ class Engine:
             if wanted > context:
                 raise ConfigError(f"max_model_len is {wanted}, the model's context is {context}")
             return wanted
-        pool_tokens = self.cache.pool.num_usable * self.config.block_size
-        return min(context, pool_tokens + 1)  # the KV of a last token is never written
+        return min(context, self._pool_tokens + 1)  # the KV of a last token is never written
+
+    @property
+    def _pool_tokens(self) -> int:
+        return self.cache.pool.num_usable * self.config.block_size
 
     # -- requests --------------------------------------------------------------------------------
 
@@ -137,7 +140,7 @@ class Engine:
             QueueFull: if too many requests wait.
         """
         packed = pack_tokens(prompt)
-        self._check_prompt(packed)
+        check_token_ids(packed, self.model.facts.vocab_size)
         number = next(self._numbers)
         request = Request(
             request_id if request_id is not None else self._new_id(),
@@ -145,7 +148,9 @@ class Engine:
             params,
             self._identity_for(cache_salt),
             number=number,
-            max_tokens=self._max_tokens(len(packed) // 4, params.max_tokens),
+            max_tokens=resolve_max_tokens(
+                len(packed) // 4, params.max_tokens, self.max_model_len, self._pool_tokens
+            ),
             seed=params.seed if params.seed is not None else self._seeds.randint(0, MAX_SEED),
             priority=priority,
         )
@@ -172,32 +177,6 @@ class Engine:
         """End all requests without another delta."""
         for request_id in list(self._streams):
             self.abort(request_id)
-
-    def _check_prompt(self, packed: bytes) -> None:
-        if not packed:
-            raise InvalidRequest("the prompt is empty; it must have at least one token", "prompt")
-        ids = np.frombuffer(packed, np.int32)
-        vocab_size = self.model.facts.vocab_size
-        wrong = ids[(ids < 0) | (ids >= vocab_size)]
-        if wrong.size:
-            raise InvalidRequest(
-                f"token id {wrong[0]} is out of the vocabulary, [0, {vocab_size})", "prompt"
-            )
-
-    def _max_tokens(self, num_prompt_tokens: int, wanted: int | None) -> int:
-        """Resolve the number of output tokens against the context and the pool."""
-        left = self.max_model_len - num_prompt_tokens
-        if left < 1 or (wanted is not None and wanted > left):
-            output = f" and {wanted} output tokens" if wanted is not None else ""
-            raise ContextLengthExceeded(
-                f"{num_prompt_tokens} prompt tokens{output} do not fit into the context of "
-                f"{self.max_model_len} tokens",
-                "prompt",
-            )
-        if wanted is not None:
-            return wanted
-        pool_tokens = self.cache.pool.num_usable * self.config.block_size
-        return max(1, min(left, pool_tokens + 1 - num_prompt_tokens))
 
     def _identity_for(self, salt: str | None) -> ModelIdentity:
         return self.identity if salt is None else replace(self.identity, salt=salt)

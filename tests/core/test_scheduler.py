@@ -5,7 +5,8 @@ from fake_executor import IDENTITY, FakeExecutor, next_token, serial_output
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefixkv.errors import QueueFull, RequestTooLarge
+from prefixkv.config import EngineConfig
+from prefixkv.errors import ConfigError, InvariantViolation, QueueFull, RequestTooLarge
 from prefixkv.identity import ModelIdentity
 from prefixkv.prefix_cache import PrefixCache
 from prefixkv.request import Request
@@ -361,3 +362,54 @@ def test_a_budget_given_back_by_a_preemption_is_used_again() -> None:
     assert batch.budget == 10
     first.sequence.discard()
     executor.run()
+
+
+def test_running_twins_and_all_go_back_into_the_queue_when_all_are_preempted() -> None:
+    """Replaced weights preempt everybody; each still ends with the serial output."""
+    executor = FakeExecutor(100, 4, max_num_batched_tokens=8)
+    for _ in range(3):
+        executor.add([0] * 20, 2)
+    executor.step()
+    assert executor.scheduler.num_waiting == 2
+    executor.scheduler.preempt_all()
+    executor.scheduler.check_invariants()
+    assert executor.scheduler.num_waiting == 3
+    assert not executor.scheduler.twins
+    assert set(map(tuple, executor.run().values())) == {tuple(serial_output([0] * 20, 2))}
+
+
+def test_a_waiting_twin_may_end_before_its_leader() -> None:
+    """It is forgotten wherever it waits."""
+    executor = FakeExecutor(100, 4, max_num_batched_tokens=8)
+    executor.add([0] * 20, 2)
+    twin, other = executor.add([0] * 20, 2), executor.add([0] * 20, 2)
+    executor.step()
+    executor.scheduler.finish(twin)
+    assert executor.scheduler.num_waiting == 1
+    executor.run()
+    assert sorted(executor.finished) == ["0", other.request_id]
+
+
+def test_books_of_scheduler_and_cache_that_disagree_are_named() -> None:
+    """A sequence that no running request holds is a leak."""
+    executor = FakeExecutor(100, 4)
+    request = executor.add([0] * 5, 2)
+    executor.step()
+    executor.scheduler.running.remove(request)
+    with pytest.raises(InvariantViolation, match="0 requests run, 1 sequences live"):
+        executor.scheduler.check_invariants()
+    assert "0 of 6 tokens" in repr(request)
+
+
+def test_options_are_checked_where_they_are_made() -> None:
+    """Sizes that contradict each other, or are no sizes."""
+    with pytest.raises(ConfigError, match="block_size is 12"):
+        EngineConfig(block_size=12)
+    with pytest.raises(ConfigError, match="both set the size of the pool"):
+        EngineConfig(num_blocks=4, kv_cache_memory_bytes=1000)
+    with pytest.raises(ConfigError, match="num_blocks is 0"):
+        EngineConfig(num_blocks=0)
+    with pytest.raises(ConfigError, match="max_prefill_chunk is 0"):
+        EngineConfig(max_prefill_chunk=0).scheduler_config()
+    with pytest.raises(ConfigError, match="max_num_seqs is True"):
+        EngineConfig(max_num_seqs=True).scheduler_config()

@@ -1,0 +1,42 @@
+"""What is refused before it is queued: prompts that are empty, wrong, or too long."""
+
+import numpy as np
+
+from prefixkv.errors import ContextLengthExceeded, InvalidRequest
+
+
+def check_token_ids(packed: bytes, vocab_size: int) -> None:
+    """Check a packed prompt.
+
+    Raises:
+        InvalidRequest: if it is empty, or holds an id out of [0, vocab_size).
+    """
+    if not packed:
+        raise InvalidRequest("the prompt is empty; it must have at least one token", "prompt")
+    ids = np.frombuffer(packed, np.int32)
+    wrong = ids[(ids < 0) | (ids >= vocab_size)]
+    if wrong.size:
+        raise InvalidRequest(
+            f"token id {wrong[0]} is out of the vocabulary, [0, {vocab_size})", "prompt"
+        )
+
+
+def resolve_max_tokens(
+    num_prompt_tokens: int, wanted: int | None, max_model_len: int, pool_tokens: int
+) -> int:
+    """Return how many tokens may be generated: as many as wanted, else what is left.
+
+    Raises:
+        ContextLengthExceeded: if prompt and output do not fit into `max_model_len`.
+    """
+    left = max_model_len - num_prompt_tokens
+    if left < 1 or (wanted is not None and wanted > left):
+        output = f" and {wanted} output tokens" if wanted is not None else ""
+        raise ContextLengthExceeded(
+            f"{num_prompt_tokens} prompt tokens{output} do not fit into the context of "
+            f"{max_model_len} tokens",
+            "prompt",
+        )
+    if wanted is not None:
+        return wanted
+    return max(1, min(left, pool_tokens + 1 - num_prompt_tokens))  # the last is not written
