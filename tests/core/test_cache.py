@@ -233,6 +233,20 @@ def test_a_use_counts_even_while_a_follower_holds_the_block() -> None:
     assert [b.tokens for b in world.cache.pool.index.values()] == [pack_tokens([0, 0])]
 
 
+def test_a_cold_leaf_leaves_its_parent_warm() -> None:
+    """The branch lost, but its prefix was in use until then: older chains go before it."""
+    world = World(num_blocks=4, block_size=2)
+    compute(world, [0, 0, 1, 1])
+    compute(world, [1, 0])
+    world.release(world.streams[1])
+    world.release(world.streams[0], cold=True)
+    assert world.cache.pool.reserve(2)  # the cold leaf
+    world.check()
+    assert world.cache.pool.reserve(3)
+    world.check()
+    assert [b.tokens for b in world.cache.pool.index.values()] == [pack_tokens([0, 0])]
+
+
 def test_cold_blocks_are_evicted_first() -> None:
     """What a losing branch leaves goes before everything else, however recent."""
     world = World(num_blocks=6, block_size=2)
