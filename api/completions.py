@@ -9,12 +9,9 @@ from prefixkv.api.endpoint import Job, Shape, answer, read_job
 from prefixkv.api.prompts import token_prompts
 from prefixkv.api.responses import completion_body
 from prefixkv.api.schemas import CompletionRequest, parse_request
-from prefixkv.api.service import Service
+from prefixkv.api.service import COMPLETION_MAX_TOKENS, Service
 from prefixkv.api.streaming import CompletionChunks
 from prefixkv.api.unsupported import UNSUPPORTED_IN_COMPLETIONS, refuse_unsupported
-
-# OpenAI's default; a chat in contrast goes on to its own end
-DEFAULT_MAX_TOKENS = 16
 
 _SHAPE = Shape("cmpl", completion_body, CompletionChunks)
 
@@ -44,7 +41,7 @@ def completion_job(service: Service, raw: bytes) -> Job:
     request = parse_request(CompletionRequest, body)
     service.unknown_fields.note((request.model_extra or {}).keys() - UNSUPPORTED_IN_COMPLETIONS)
     model = service.resolve_model(request.model)
-    params = service.sampling_params(request, DEFAULT_MAX_TOKENS)
+    params = service.sampling_params(request, COMPLETION_MAX_TOKENS)
     prompts = token_prompts(
         request.prompt,
         service.engine.tokenizer,

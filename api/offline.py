@@ -10,7 +10,7 @@ from prefixkv.api.generation import Deltas, collect, generate
 from prefixkv.api.messages import chat_prompt
 from prefixkv.api.prompts import token_prompts
 from prefixkv.api.schemas import ChatCompletionRequest, GenerationRequest
-from prefixkv.api.service import Service
+from prefixkv.api.service import COMPLETION_MAX_TOKENS, Service
 
 
 async def print_texts(
@@ -30,7 +30,8 @@ async def print_texts(
         StepFailed: the engine failed.
     """
     service = Service(engine=engine, served_model_names=("offline",), max_body_bytes=0)
-    params = service.sampling_params(request, default_max_tokens=None if is_chat else 16)
+    default_max_tokens = None if is_chat else COMPLETION_MAX_TOKENS
+    params = service.sampling_params(request, default_max_tokens)
     ids = _chats(engine, prompts) if is_chat else _texts(engine, prompts)
     await engine.start()
     try:

@@ -10,6 +10,9 @@ from prefixkv.api.unknown_fields import UnknownFields
 from prefixkv.errors import ConfigError, ModelNotFound
 from prefixkv.sampling_params import SamplingParams
 
+COMPLETION_MAX_TOKENS = 16
+"""OpenAI's default for completions; a chat in contrast goes on to its own end."""
+
 _DEFAULTED = ("temperature", "top_p", "top_k", "min_p")
 
 

@@ -35,6 +35,12 @@ class SchedulerConfig:
                 require_positive(name, getattr(self, name))
 
 
+def require_block_size(value: int) -> None:
+    """Raise ConfigError unless there are kernels for blocks of `value` tokens."""
+    if value not in BLOCK_SIZES:
+        raise ConfigError(f"block_size is {value}; it must be one of {BLOCK_SIZES}")
+
+
 def require_positive(name: str, value: object) -> None:
     """Raise ConfigError unless `value` is an integer >= 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -75,8 +81,7 @@ class EngineConfig:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        if self.block_size not in BLOCK_SIZES:
-            raise ConfigError(f"block_size is {self.block_size}; it must be one of {BLOCK_SIZES}")
+        require_block_size(self.block_size)
         for name in ("num_blocks", "kv_cache_memory_bytes", "max_model_len"):
             if getattr(self, name) is not None:
                 require_positive(name, getattr(self, name))

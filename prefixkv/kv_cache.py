@@ -15,7 +15,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from prefixkv.config import BLOCK_SIZES
+from prefixkv.config import require_block_size
 from prefixkv.errors import ConfigError
 from prefixkv.kernels.block_copy import copy_blocks
 
@@ -43,8 +43,7 @@ class KVCacheShape:
     dtype: torch.dtype
 
     def __post_init__(self) -> None:
-        if self.block_size not in BLOCK_SIZES:
-            raise ConfigError(f"block_size is {self.block_size}; it must be one of {BLOCK_SIZES}")
+        require_block_size(self.block_size)
         if self.num_layers < 1 or self.num_kv_heads < 1:
             raise ConfigError(
                 f"num_layers is {self.num_layers} and num_kv_heads {self.num_kv_heads}; "

@@ -218,7 +218,7 @@ class Scheduler:
         """
         if not self.waiting or self.waiting[0].not_before == self.cache.pool.version:
             return
-        promised = self._promised_blocks()
+        promised = sum(map(_blocks_still_needed, self.running))
         while batch.budget > 0 and self.waiting and len(self.running) < self.config.max_num_seqs:
             request = self.waiting[0]
             if request.not_before == self.cache.pool.version:
@@ -238,9 +238,6 @@ class Scheduler:
             self._start(request, sequence)
             batch.add(request, self._chunk(request.num_pending_tokens, batch.budget))
             promised += _blocks_still_needed(request)
-
-    def _promised_blocks(self) -> int:
-        return sum(_blocks_still_needed(request) for request in self.running)
 
     @staticmethod
     def _reserve_all(request: Request, sequence: Sequence, promised: int) -> bool:

@@ -97,8 +97,7 @@ class Sequence:
         room = last.depth * self.cache.block_size - self.num_tokens
         if num_tokens <= room and last.state == PRIVATE and last.refs == 1 and not spare_blocks:
             return True  # nearly always so while decoding
-        needed = self.num_blocks_needed(num_tokens)
-        return not needed or self.cache.pool.reserve(needed + spare_blocks)
+        return self.cache.pool.reserve(self.num_blocks_needed(num_tokens) + spare_blocks)
 
     def write(self, tokens: Tokens) -> None:
         """Append tokens whose K and V the coming step computes.
@@ -122,13 +121,12 @@ class Sequence:
             last.tokens = last.tokens[: (block_size - room) * 4] + data
             self.num_tokens += len(data) // 4
             return
-        if len(data) > room * 4 or not self._may_write_in_place(last, block_size - room):
-            needed = self.num_blocks_needed(len(data) // 4)
-            if needed > len(cache.pool.free):
-                raise InvalidRequest(
-                    f"a write of {len(data) // 4} tokens takes {needed} free blocks, "
-                    f"{len(cache.pool.free)} are free: reserve first"
-                )
+        needed = self.num_blocks_needed(len(data) // 4)
+        if needed > len(cache.pool.free):
+            raise InvalidRequest(
+                f"a write of {len(data) // 4} tokens takes {needed} free blocks, "
+                f"{len(cache.pool.free)} are free: reserve first"
+            )
         if room and data:
             last = self._open_last_block(last, block_size - room)
             last.tokens = last.tokens[: (block_size - room) * 4] + data[: room * 4]

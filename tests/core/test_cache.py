@@ -475,3 +475,15 @@ def test_replaced_weights_get_another_root() -> None:
     cache.weights_changed()
     assert cache.root(MODEL).digest != first.digest
     assert cache.root(MODEL).epoch == 1
+
+
+def test_spare_blocks_are_asked_for_even_if_the_write_itself_takes_none() -> None:
+    """A tail that is written on in place needs no block; what others were promised still counts."""
+    world = World(num_blocks=4, block_size=4)
+    compute(world, [0, 1, 0, 1, 0])
+    world.release(world.streams[0])
+    sequence = world.open(MODEL, [0, 1, 0, 1, 0, 1]).sequence
+    assert sequence.num_blocks_needed(1) == 0
+    assert sequence.reserve(1, spare_blocks=2)
+    assert not sequence.reserve(1, spare_blocks=3)
+    assert sequence.reserve(1)
