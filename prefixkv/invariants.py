@@ -8,6 +8,7 @@ from collections import Counter
 
 from prefixkv.block import FREE, FULL, PRIVATE, TAIL, Block, has_child, published_children
 from prefixkv.errors import InvariantViolation
+from prefixkv.eviction import rank
 from prefixkv.prefix_cache import PrefixCache
 from prefixkv.sequence import Sequence
 
@@ -29,9 +30,10 @@ def check(cache: PrefixCache) -> None:
     _check_free(cache)
 
 
-def _require(ok: bool, number: int, name: str, what: str) -> None:
+def _require(ok: bool, number: int, name: str, what: str, *about: object) -> None:
+    """Raise unless `ok`; `what` is formatted with `about` only then, since a check asks it a lot."""
     if not ok:
-        raise InvariantViolation(f"invariant {number} ({name}): {what}")
+        raise InvariantViolation(f"invariant {number} ({name}): {what.format(*about)}")
 
 
 def _check_states(cache: PrefixCache) -> None:
@@ -42,7 +44,7 @@ def _check_states(cache: PrefixCache) -> None:
     _require(0 not in free, 1, "states", "the reserved block is free")
     for block in pool.blocks[1:]:
         is_free = block.block_id in free
-        _require(is_free == (block.state == FREE), 1, "states", f"{block} is free: {is_free}")
+        _require(is_free == (block.state == FREE), 1, "states", "{} is free: {}", block, is_free)
     resident = sum(block.state != FREE for block in pool.blocks)
     _require(resident + len(free) == pool.num_usable, 1, "states", "they do not add up")
 
@@ -56,9 +58,9 @@ def _check_references(cache: PrefixCache) -> None:
     blocks = [*pool.blocks, *pool.roots.values(), *(b for b in refs if b.block_id < 0)]
     for block in blocks:
         counted = refs[block]
-        _require(block.refs == counted, 2, "references", f"{block}, counted {counted}")
+        _require(block.refs == counted, 2, "references", "{}, counted {}", block, counted)
         unheld = block.state == PRIVATE and not counted
-        _require(not unheld, 2, "references", f"{block} is private and nobody holds it")
+        _require(not unheld, 2, "references", "{} is private and nobody holds it", block)
     for root in pool.roots.values():
         _require(root.refs > 0, 2, "references", "an open root is kept though nobody holds it")
 
@@ -68,30 +70,32 @@ def _check_published(cache: PrefixCache) -> None:
     pool, name = cache.pool, "published"
     for digest, block in pool.index.items():
         listed = block.state == FULL and block.digest == digest
-        _require(listed, 3, name, f"the index holds {block} under a digest that is not its own")
+        _require(listed, 3, name, "the index holds {} under a digest that is not its own", block)
     for block in pool.blocks:
         if block.state in (FREE, PRIVATE):
-            _require(block.digest is None, 3, name, f"{block} has a digest")
-            _require(not published_children(block), 3, name, f"{block} has published children")
+            _require(block.digest is None, 3, name, "{} has a digest", block)
+            _require(not published_children(block), 3, name, "{} has published children", block)
             continue
         parent = block.parent
-        _require(parent is not None and parent.state == FULL, 3, name, f"{parent} before {block}")
+        _require(
+            parent is not None and parent.state == FULL, 3, name, "{} before {}", parent, block
+        )
         assert parent is not None
         _require(
-            has_child(parent, block), 3, name, f"{block} is not found among its parent's children"
+            has_child(parent, block), 3, name, "{} is not found among its parent's children", block
         )
         size = len(block.tokens) // 4
         if block.state == FULL:
             indexed = block.digest is not None and pool.index.get(block.digest) is block
-            _require(indexed, 3, name, f"{block} is not in the index")
-            _require(size == cache.block_size, 3, name, f"{block} is full with {size} tokens")
+            _require(indexed, 3, name, "{} is not in the index", block)
+            _require(size == cache.block_size, 3, name, "{} is full with {} tokens", block, size)
         else:
-            _require(0 < size < cache.block_size, 3, name, f"{block} is a tail of {size} tokens")
-            _require(block.digest is None, 3, name, f"{block} is a tail with a digest")
+            _require(0 < size < cache.block_size, 3, name, "{} is a tail of {} tokens", block, size)
+            _require(block.digest is None, 3, name, "{} is a tail with a digest", block)
     for parent in (*pool.blocks, *pool.roots.values()):
         for child in published_children(parent):
             own = child.parent is parent and child.state >= TAIL
-            _require(own, 3, name, f"{child} is listed as a published child of {parent}")
+            _require(own, 3, name, "{} is listed as a published child of {}", child, parent)
 
 
 def _check_written(sequence: Sequence) -> None:
@@ -101,7 +105,7 @@ def _check_written(sequence: Sequence) -> None:
     while block.depth * block_size > sequence.num_computed_tokens and block.parent is not None:
         if sequence.num_scheduled_tokens:
             own = block.state == PRIVATE and block.refs == 1
-            _require(own, 4, "written blocks", f"{block} is written by {sequence}")
+            _require(own, 4, "written blocks", "{} is written by {}", block, sequence)
         block = block.parent
 
 
@@ -110,26 +114,33 @@ def _check_chain(sequence: Sequence) -> None:
     block_size = sequence.cache.block_size
     name, block = "chain", sequence.last_block
     needed = sequence.num_tokens - (block.depth - 1) * block_size if block.depth else 0
-    _require(sequence.num_computed_tokens <= sequence.num_tokens, 5, name, f"{sequence}")
-    _require(block.depth == 0 or 0 < needed <= block_size, 5, name, f"{sequence} ends in {block}")
+    _require(sequence.num_computed_tokens <= sequence.num_tokens, 5, name, "{}", sequence)
+    _require(
+        block.depth == 0 or 0 < needed <= block_size, 5, name, "{} ends in {}", sequence, block
+    )
     ids = []
     while block.parent is not None:
         ids.append(block.block_id)
         held = len(block.tokens) // 4
-        _require(held >= needed, 5, name, f"{block} holds {held} tokens of {needed} of {sequence}")
-        _require(block.parent.depth == block.depth - 1, 5, name, f"{block} follows {block.parent}")
+        _require(
+            held >= needed, 5, name, "{} holds {} tokens of {} of {}", block, held, needed, sequence
+        )
+        _require(
+            block.parent.depth == block.depth - 1, 5, name, "{} follows {}", block, block.parent
+        )
         needed, block = block_size, block.parent
-    _require(block is sequence.root, 5, name, f"{sequence} does not begin at its root")
+    _require(block is sequence.root, 5, name, "{} does not begin at its root", sequence)
     table = sequence.block_table().tolist()
-    _require(table == ids[::-1], 5, name, f"{sequence} has table {table}, chain {ids[::-1]}")
+    _require(table == ids[::-1], 5, name, "{} has table {}, chain {}", sequence, table, ids[::-1])
 
 
 def _check_eviction_order(cache: PrefixCache) -> None:
-    """6. Idle blocks are in the eviction order exactly once, and nothing else is."""
+    """6. The eviction order holds the idle blocks, each once, and by their ranks of now."""
     pool = cache.pool
-    listed = Counter(block.block_id for block in pool.order)
-    idle = Counter(b.block_id for b in pool.blocks if b.state >= TAIL and b.refs == 0)
-    _require(listed == idle, 6, "eviction order", f"{sorted(listed)} listed, {sorted(idle)} idle")
+    listed = [block.block_id for block in pool.order]
+    idle = sorted((b for b in pool.blocks if b.state >= TAIL and b.refs == 0), key=rank)
+    expected = [block.block_id for block in idle]
+    _require(listed == expected, 6, "eviction order", "{} listed, {} idle", listed, expected)
 
 
 def _check_free(cache: PrefixCache) -> None:
@@ -137,7 +148,7 @@ def _check_free(cache: PrefixCache) -> None:
     for block in cache.pool.blocks:
         if block.state == FREE:
             bare = not block.tokens and block.parent is None and block.children is None
-            _require(bare, 7, "free blocks", f"{block} still has tokens, a parent or children")
+            _require(bare, 7, "free blocks", "{} still has tokens, a parent or children", block)
     for copy in cache.pool.copies.values():
         live = copy.source.state != FREE and copy.target.state == PRIVATE
-        _require(live, 7, "free blocks", f"a copy from {copy.source} to {copy.target} is queued")
+        _require(live, 7, "free blocks", "a copy from {} to {} is queued", copy.source, copy.target)

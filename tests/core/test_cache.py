@@ -5,6 +5,7 @@ from array import array
 
 import pytest
 from cache_world import IDENTITIES, World
+from digests import DIGESTS
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -62,7 +63,7 @@ def test_the_same_blocks_after_another_beginning_do_not_match() -> None:
 
 def test_no_collision_exposes_anything() -> None:
     """With a constant digest answers stay right; the collisions are counted."""
-    world = World(num_blocks=16, block_size=2, digest="constant")
+    world = World(num_blocks=16, block_size=2, digest=DIGESTS["constant"])
     compute(world, [1, 1, 0, 0, 1])
     compute(world, [2, 2, 0, 0, 1])
     world.finish()

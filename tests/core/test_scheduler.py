@@ -70,7 +70,7 @@ def test_requests_that_end_early_leave_nothing_behind(
             executor.scheduler.finish(request)
             alive.pop(request.request_id)
         else:
-            for item in executor.step(fail=action == "fail"):
+            for item in executor.step("forward" if action == "fail" else None):
                 if action == "fail":
                     alive.pop(item.request.request_id)
         running = [
@@ -362,6 +362,21 @@ def test_a_budget_given_back_by_a_preemption_is_used_again() -> None:
     assert batch.budget == 10
     first.sequence.discard()
     executor.run()
+
+
+def test_who_is_preempted_after_it_was_scheduled_is_not_computed() -> None:
+    """A young decode, scheduled first, gives way to an old prompt in the same step."""
+    executor = FakeExecutor(8, 2, max_prefill_chunk=2)
+    executor.add([0, 1, 1] * 4, 1)
+    young = executor.add([2], 12)
+    for _ in range(5):
+        assert {item.request for item in executor.step()} >= {young}
+
+    batch = executor.step()
+
+    assert young.usage.num_preemptions == 1
+    assert [item.request.request_id for item in batch] == ["0"]
+    assert executor.run() == {"0": serial_output([0, 1, 1] * 4, 1), "1": serial_output([2], 12)}
 
 
 def test_running_twins_and_all_go_back_into_the_queue_when_all_are_preempted() -> None:

@@ -6,27 +6,24 @@ recomputes what must hold and raises AssertionError if it does not.
 
 from array import array
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from fake_kv import FakeKV, chain_of, content_identity
 
-from prefixkv.block import FREE, TAIL, Block, Root
+from prefixkv.block import FREE, FULL, PRIVATE, TAIL, Block, Root
 from prefixkv.hashing import DigestFunction, chain_digest, pack_tokens, unpack_tokens
 from prefixkv.identity import ModelIdentity
 from prefixkv.prefix_cache import PrefixCache
 from prefixkv.sequence import Sequence
 
-DIGESTS: dict[str, DigestFunction] = {
-    "good": chain_digest,
-    "constant": lambda data: b"",
-    "one bit": lambda data: bytes([chain_digest(data)[0] & 1]),
-    "last token": lambda data: data[-4:],
-}
-
 IDENTITIES = [
     ModelIdentity(architecture="m"),
     ModelIdentity(architecture="m", salt="a"),
     ModelIdentity(architecture="m", adapter_name="a"),
+    # written one after the other, without tags, these two would read alike
+    ModelIdentity(architecture="m", adapter_name="ab", salt="c"),
+    ModelIdentity(architecture="m", adapter_name="a", salt="bc"),
 ]
 
 
@@ -40,13 +37,20 @@ class Stream:
 
 
 class World:
-    """Operations on streams, each followed by nothing; call `check` after each."""
+    """Operations on streams, each followed by nothing; call `check` after each.
 
-    def __init__(self, num_blocks: int, block_size: int, digest: str = "good") -> None:
-        self.cache = PrefixCache(num_blocks + 1, block_size, digest=DIGESTS[digest])
-        self.has_good_digest = digest == "good"
+    Attributes:
+        seen: how often each situation came up that a test may want to be sure of.
+    """
+
+    def __init__(
+        self, num_blocks: int, block_size: int, digest: DigestFunction = chain_digest
+    ) -> None:
+        self.cache = PrefixCache(num_blocks + 1, block_size, digest=digest)
+        self.has_good_digest = digest is chain_digest
         self.kv = FakeKV()
         self.streams: list[Stream] = []
+        self.seen: Counter[str] = Counter()
 
     # -- operations ------------------------------------------------------------------------------
 
@@ -55,8 +59,9 @@ class World:
         longest = self.longest_published(identity, tokens)
         stream = Stream(identity, list(tokens), Sequence.open(self.cache, identity, tokens))
         found = stream.sequence.num_tokens
-        assert found <= longest
-        assert found == longest or not self.has_good_digest, (found, longest)
+        assert found == longest, f"{found} tokens were found of {longest}"
+        self.seen["whole blocks found"] += found >= self.cache.block_size
+        self.seen["part of a block found"] += found % self.cache.block_size > 0
         self.streams.append(stream)
         return stream
 
@@ -72,25 +77,62 @@ class World:
         assert reserved == expected
         if not reserved:
             assert self.snapshot() == before, "invariant 8 (failed operation): it changed something"
+            self.seen["refused for want of room"] += 1
             return False
         assert set(self.cache.pool.free) == free
         self.kv.poison_free(self.cache)  # evicted just now
+        self._note_what_a_write_meets(sequence)
         start = sequence.num_tokens
         sequence.write(stream.tokens[start : start + num_tokens])
+        taken = len(free) - len(self.cache.pool.free)
+        assert taken == needed, f"the predictor said {needed} blocks, the write took {taken}"
         return True
+
+    def _note_what_a_write_meets(self, sequence: Sequence) -> None:
+        last = sequence.last_block
+        end_of_fill = (last.depth - 1) * self.cache.block_size + len(last.tokens) // 4
+        if last.state == TAIL and end_of_fill == sequence.num_tokens:
+            rivals = sum(other.last_block is last for other in self.cache.sequences) - 1
+            self.seen["takeover wanted by several" if rivals else "takeover"] += 1
+
+    def run_copies(self) -> None:
+        """Run the queued copies."""
+        self.seen["several copies in a step"] += len(self.cache.pool.copies) > 1
+        self.kv.copy(self.cache.pending_copies)
+        self.cache.pool.finish_copies()
 
     def run(self, streams: list[Stream], *, fail_copies: bool = False, fail: bool = False) -> None:
         """Run the step that computes what is scheduled, or let it fail on the way."""
-        if not fail_copies:
-            self.kv.copy(self.cache.pending_copies)
-            self.cache.pool.finish_copies()
+        if fail_copies:
             for stream in streams:
-                self.kv.write(stream.sequence, stream.tokens, failed=fail)
+                stream.sequence.discard()
+            return
+        self.run_copies()
+        self.compute(streams, not_finite=streams if fail else ())
+
+    def compute(self, streams: list[Stream], *, not_finite: Collection[Stream] = ()) -> None:
+        """Write the scheduled slots and commit; those of `not_finite` are taken back."""
         for stream in streams:
-            if fail or fail_copies:
+            self.kv.write(stream.sequence, stream.tokens, failed=stream in not_finite)
+        for stream in streams:
+            if stream in not_finite:
                 stream.sequence.discard()
             else:
-                stream.sequence.commit()
+                self._commit(stream)
+
+    def _commit(self, stream: Stream) -> None:
+        """Commit; collisions are counted exactly, and a good digest has none."""
+        sequence, stats = stream.sequence, self.cache.stats
+        block_size = self.cache.block_size
+        before = sequence.num_computed_tokens // block_size
+        collisions, deduplicated = stats.num_collisions, stats.num_deduplicated
+        sequence.commit()
+        filled = chain_of(sequence.last_block)[before : sequence.num_tokens // block_size]
+        refused = [b for b in filled if b.state == PRIVATE and b.parent and b.parent.state == FULL]
+        assert stats.num_collisions - collisions == len(refused)
+        assert not (refused and self.has_good_digest)
+        self.seen["collision"] += len(refused)
+        self.seen["published by another before"] += stats.num_deduplicated - deduplicated
 
     def release(self, stream: Stream, *, cold: bool = False) -> None:
         """End a stream."""
@@ -111,7 +153,7 @@ class World:
         del stream.tokens[num_tokens:]
 
     def preempt(self, stream: Stream) -> None:
-        """Release and open anew."""
+        """Release, whatever is scheduled, and open anew."""
         stream.sequence.release()
         self.kv.poison_free(self.cache)
         stream.sequence = Sequence.open(self.cache, stream.identity, stream.tokens or [0])
@@ -123,7 +165,7 @@ class World:
         self.check()
         for stream in self.streams:
             self.preempt(stream)
-            assert stream.sequence.num_tokens == 0
+            assert stream.sequence.num_tokens == 0, "KV of the old weights was found"
 
     # -- oracle ----------------------------------------------------------------------------------
 

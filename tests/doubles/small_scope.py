@@ -3,12 +3,18 @@
 The world: 3 blocks of 2 slots, 2 sequences, 2 tokens, 2 identities. From each state every operation
 is tried: open with every prompt of up to three tokens, a step of either sequence or both with
 either next token (run, failed in its copies, failed in its forward, taken back), fork, every
-rollback, release (warm and cold), reset. After each, all invariants are checked, those of the
-content too.
+rollback, release (warm and cold), reset, new weights. After each, all invariants are checked, those
+of the content too.
+
+States are one if they differ only in block ids, in the order of the two sequences, or in the
+clock's absolute value. While nothing is held of either identity, only the first is opened: the
+other would lead to the same states with the names exchanged.
 """
 
 import itertools
+import pickle
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -43,18 +49,20 @@ def explore(max_depth: int, deadline_s: float) -> Report:
         AssertionError: with the operations that lead to it, if anything does not hold.
     """
     report, began = Report(), time.monotonic()
-    seen = {canonical(build(()))}
-    frontier: list[Path] = [()]
+    empty = World(NUM_BLOCKS, BLOCK_SIZE)
+    seen = {canonical(empty)}
+    frontier: list[tuple[Path, bytes]] = [((), pickle.dumps(empty))]
     while frontier and report.depth < max_depth and time.monotonic() - began < deadline_s:
-        successors: list[Path] = []
-        for path in frontier:
-            for operation in operations(build(path)):
-                successor = (*path, operation)
+        successors: list[tuple[Path, bytes]] = []
+        for path, saved in frontier:
+            for operation in operations(pickle.loads(saved)):
+                world = pickle.loads(saved)
                 report.num_operations += 1
-                state = canonical(build_and_check(successor))
+                apply_and_check(world, operation, path)
+                state = canonical(world)
                 if state not in seen:
                     seen.add(state)
-                    successors.append(successor)
+                    successors.append(((*path, operation), pickle.dumps(world)))
         frontier = successors
         report.depth += 1
         report.states_at_depth.append(len(frontier))
@@ -62,22 +70,13 @@ def explore(max_depth: int, deadline_s: float) -> Report:
     return report
 
 
-def build(path: Path) -> World:
-    """Replay operations from the empty world."""
-    world = World(NUM_BLOCKS, BLOCK_SIZE)
-    for operation in path:
-        apply(world, operation)
-    return world
-
-
-def build_and_check(path: Path) -> World:
-    """Replay, and check the last state; earlier ones were checked when they were new."""
+def apply_and_check(world: World, operation: Operation, path: Path) -> None:
+    """Do one operation more, and check all that must hold."""
     try:
-        world = build(path)
+        apply(world, operation)
         world.check()
     except Exception as error:
-        raise AssertionError(f"{error} after {path}") from error
-    return world
+        raise AssertionError(f"{error} after {(*path, operation)}") from error
 
 
 def operations(world: World) -> Iterator[Operation]:
@@ -85,7 +84,8 @@ def operations(world: World) -> Iterator[Operation]:
     streams = world.streams
     indices = range(len(streams))
     if len(streams) < MAX_STREAMS:
-        for identity, prompt in itertools.product((0, 1), PROMPTS):
+        identities = (0, 1) if streams or world.cache.pool.roots else (0,)
+        for identity, prompt in itertools.product(identities, PROMPTS):
             yield ("open", identity, tuple(prompt))
     for chosen in [(i,) for i in indices] + ([(0, 1), (1, 0)] if len(streams) == 2 else []):
         if all(len(streams[i].tokens) < MAX_TOKENS or pending(streams[i]) for i in chosen):
@@ -101,6 +101,7 @@ def operations(world: World) -> Iterator[Operation]:
         yield ("release", i, False)
         yield ("release", i, True)
     yield ("reset",)
+    yield ("weights changed",)
 
 
 def pending(stream: Stream) -> bool:
@@ -121,8 +122,10 @@ def apply(world: World, operation: Operation) -> None:
             world.rollback(world.streams[i], length)
         case ("release", int(i), bool(cold)):
             world.release(world.streams[i], cold=cold)
-        case _:
+        case ("reset",):
             world.cache.reset()
+        case _:
+            world.weights_changed()
 
 
 def step(world: World, chosen: list[Stream], tokens: tuple[object, ...], fate: str) -> None:
@@ -147,10 +150,11 @@ def step(world: World, chosen: list[Stream], tokens: tuple[object, ...], fate: s
 
 
 def canonical(world: World) -> object:
-    """A state without what does not matter: block ids, the clock's absolute value."""
+    """A state without what does not matter: see the module's text."""
     pool = world.cache.pool
     blocks = [b for b in pool.blocks if b.state != FREE]
     uses = sorted({b.last_use for b in blocks if b.state >= TAIL})
+    ends = Counter(stream.sequence.last_block for stream in world.streams)
     name: dict[Block, object] = {}
 
     def identify(block: Block) -> object:
@@ -158,17 +162,16 @@ def canonical(world: World) -> object:
             if block.parent is None:
                 name[block] = (getattr(block, "key", b""), block.state)
             else:
-                writers = [i for i, s in enumerate(world.streams) if s.sequence.last_block is block]
-                own = (identify(block.parent), block.tokens, block.state, tuple(writers))
-                name[block] = (*own, block in pool.copies)
+                own = (identify(block.parent), block.tokens, block.state)
+                name[block] = (*own, block.refs, ends[block], block in pool.copies)
         return name[block]
 
     chains = sorted(
-        repr((identify(b), b.priority, uses.index(b.last_use) if b.state >= TAIL else -1, b.refs))
+        repr((identify(b), b.priority, uses.index(b.last_use) if b.state >= TAIL else -1))
         for b in blocks
     )
-    streams = tuple(
-        (identify(s.sequence.last_block), s.sequence.num_tokens, tuple(s.tokens), s.identity.salt)
+    streams = sorted(
+        repr((identify(s.sequence.last_block), s.sequence.num_tokens, s.tokens, s.identity.salt))
         for s in world.streams
     )
     copies = [(identify(c.source), identify(c.target), c.num_slots) for c in pool.copies.values()]

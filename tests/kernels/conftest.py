@@ -1,6 +1,6 @@
 """Random copy-on-write forests in a pool whose unwritten slots are poison, and their truth."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,15 +121,6 @@ def _make_forest(
     query = torch.randn(sum(query_lens), num_heads, head_dim, generator=generator).to(dtype)
     tables = [np.array([*table, NOWHERE, -7], np.int32) for table in owned]
     return Forest(pool, tables, keys, values, query_lens, query, head_dim**-0.5)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tensors here are tiny: a second thread costs more than it brings."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

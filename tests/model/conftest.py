@@ -1,6 +1,5 @@
 """Fixtures of the model tests: attention that is plain to see, and the default model."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -39,15 +38,6 @@ class DenseAttention:
             visible &= distance < window
         probabilities = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1)
         return torch.einsum("hqk,khd->qhd", probabilities, value)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tiny tensors gain nothing from threads, and lose much on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

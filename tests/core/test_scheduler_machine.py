@@ -1,0 +1,226 @@
+"""The scheduler in every order of arrivals, steps, faults and aborts, over slots that know."""
+
+from collections import Counter
+
+from fake_executor import IDENTITY, FakeExecutor, Fault, serial_output
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from prefixkv.errors import RequestTooLarge
+from prefixkv.identity import ModelIdentity
+from prefixkv.request import Request
+
+MAX_REQUESTS = 6
+TENANT = ModelIdentity(architecture="fake", salt="tenant")
+seen: Counter[str] = Counter()
+SITUATIONS = [
+    "can never fit", "ended", "found in the cache", "part of a block found", "preempted", "evicted",
+    "copied on write", "taken over", "published by another before",
+    "copies failed", "forward failed", "interrupted", "NaN while others go on",
+    "NaN in a chunk that samples nothing",
+    "aborted waiting", "aborted as a twin", "aborted in its prompt", "aborted decoding",
+    "reset in flight", "weights changed in flight", "twins when all are preempted",
+]  # fmt: skip
+tokens = st.lists(st.integers(0, 2), min_size=1, max_size=12)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Requests come, share, wait, are preempted and leave; who stays gets its serial output."""
+
+    @initialize(
+        num_blocks=st.integers(4, 14),
+        block_size=st.integers(1, 4),
+        budget=st.integers(1, 20),
+        chunk=st.sampled_from([None, None, 1, 3]),
+        num_seqs=st.integers(1, 5),
+    )
+    def make(
+        self, num_blocks: int, block_size: int, budget: int, chunk: int | None, num_seqs: int
+    ) -> None:
+        self.executor = FakeExecutor(
+            num_blocks, block_size, max_num_seqs=num_seqs, max_num_batched_tokens=budget,
+            max_prefill_chunk=chunk,
+        )  # fmt: skip
+        self.alive: list[Request] = []
+        self.past: list[list[int]] = [[0]]
+
+    def has_place(self) -> bool:
+        return len(self.alive) < MAX_REQUESTS
+
+    def has_requests(self) -> bool:
+        return bool(self.alive)
+
+    # -- arrivals --------------------------------------------------------------------------------
+
+    @precondition(has_place)
+    @rule(prompt=tokens, max_tokens=st.integers(1, 6), priority=st.sampled_from([0, 0, 0, 1]))
+    def add(self, prompt: list[int], max_tokens: int, priority: int) -> None:
+        self.submit(prompt, max_tokens, priority=priority)
+
+    @precondition(has_place)
+    @rule(
+        data=st.data(), tail=st.lists(st.integers(0, 2), max_size=4), max_tokens=st.integers(1, 6)
+    )
+    def continue_one(self, data: st.DataObject, tail: list[int], max_tokens: int) -> None:
+        """A prompt that goes on from, or repeats, what another has or had."""
+        earlier = data.draw(st.sampled_from([*self.past, *(r.tokens.tolist() for r in self.alive)]))
+        cut = data.draw(st.integers(0, 2))
+        self.submit([*earlier[: max(1, len(earlier) - cut)], *tail], max_tokens)
+
+    @precondition(has_requests)
+    @rule(
+        data=st.data(), max_tokens=st.integers(1, 6), tenant=st.sampled_from([False, False, True])
+    )
+    def repeat_one(self, data: st.DataObject, max_tokens: int, tenant: bool) -> None:
+        """The same prompt at the same time: a twin, or a stranger if another tenant sends it."""
+        like = data.draw(st.sampled_from(self.alive))
+        prompt = like.tokens[: like.num_prompt_tokens].tolist()
+        self.submit(prompt, max_tokens, TENANT if tenant else IDENTITY)
+
+    def submit(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        identity: ModelIdentity = IDENTITY,
+        priority: int = 0,
+    ) -> None:
+        cache = self.executor.cache
+        fits = len(prompt) + max_tokens - 1 <= cache.pool.num_usable * cache.block_size
+        try:
+            self.alive.append(self.executor.add(prompt, max_tokens, identity, priority))
+        except RequestTooLarge:
+            seen["can never fit"] += 1
+            assert not fits
+        else:
+            assert fits
+
+    # -- steps; several rules for what matters most ----------------------------------------------
+
+    @precondition(has_requests)
+    @rule(count=st.integers(1, 3))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            self.executor.step()
+            self.bury()
+
+    @precondition(has_requests)
+    @rule()
+    def step_once(self) -> None:
+        self.step(1)
+
+    @precondition(has_requests)
+    @rule()
+    def step_once_more(self) -> None:
+        self.step(1)
+
+    @precondition(has_requests)
+    @rule(fault=st.sampled_from(["copies", "forward", "interrupt", "interrupt"]))
+    def fail(self, fault: Fault) -> None:
+        batch = self.executor.step(fault)
+        seen["interrupted" if fault == "interrupt" else f"{fault} failed"] += bool(batch)
+        if fault != "interrupt":
+            self.forget([item.request for item in batch])
+
+    @precondition(has_requests)
+    @rule(data=st.data())
+    def compute_nan(self, data: st.DataObject) -> None:
+        bad = data.draw(st.lists(st.sampled_from(self.alive), min_size=1, max_size=2))
+        batch = self.executor.step(not_finite=bad)
+        failed = [item for item in batch if item.request in bad]
+        seen["NaN while others go on"] += 0 < len(failed) < len(batch)
+        seen["NaN in a chunk that samples nothing"] += any(not i.samples for i in failed)
+        self.forget([item.request for item in failed])
+        self.bury()
+
+    # -- disturbances ----------------------------------------------------------------------------
+
+    @precondition(has_requests)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from(self.alive))
+        seen[f"aborted {self.whereabouts(request)}"] += 1
+        self.executor.scheduler.finish(request)
+        self.forget([request])
+
+    @precondition(has_requests)
+    @rule(what=st.sampled_from(["preempt all", "reset", "weights changed"]))
+    def disturb(self, what: str) -> None:
+        scheduler, cache = self.executor.scheduler, self.executor.cache
+        seen[f"{what} in flight"] += bool(scheduler.running)
+        seen["twins when all are preempted"] += bool(scheduler.twins) and what != "reset"
+        if what == "reset":
+            cache.reset()
+            return
+        if what == "weights changed":
+            cache.weights_changed()
+        scheduler.preempt_all()
+
+    def whereabouts(self, request: Request) -> str:
+        scheduler = self.executor.scheduler
+        if request.sequence is not None:
+            return "decoding" if request.num_output_tokens else "in its prompt"
+        return "waiting" if request in scheduler.waiting else "as a twin"
+
+    def forget(self, requests: list[Request]) -> None:
+        for request in requests:
+            self.alive.remove(request)
+            self.past = [*self.past[-5:], request.tokens.tolist()]
+
+    def bury(self) -> None:
+        """Let go of who has all its tokens."""
+        ended = [r for r in self.alive if r.request_id in self.executor.finished]
+        seen["ended"] += len(ended)
+        self.forget(ended)
+
+    @invariant()
+    def nobody_is_lost_and_nobody_notices(self) -> None:
+        if not hasattr(self, "executor"):
+            return
+        scheduler = self.executor.scheduler
+        scheduler.check_invariants()
+        twins = [twin for waiting in scheduler.twins.values() for _, twin in waiting]
+        everybody = [*scheduler.waiting, *scheduler.running, *twins]
+        assert Counter(everybody) == Counter(self.alive)
+        assert set(scheduler.twins) <= set(scheduler.running)
+        for request in self.alive:
+            prompt = request.tokens[: request.num_prompt_tokens].tolist()
+            output = request.tokens[request.num_prompt_tokens :].tolist()
+            assert output == serial_output(prompt, len(output))
+
+    def teardown(self) -> None:
+        if not hasattr(self, "executor"):
+            return
+        executor, pool = self.executor, self.executor.cache.pool
+        stats = executor.cache.stats
+        waiting = {request.request_id for request in self.alive}
+        executor.run()
+        assert waiting <= set(executor.finished)
+        self.bury()
+        seen["found in the cache"] += executor.scheduler.num_cached_tokens
+        seen["part of a block found"] += executor.scheduler.num_cached_tokens % pool.block_size > 0
+        seen["preempted"] += executor.scheduler.num_preemptions
+        seen["evicted"] += pool.num_evicted
+        seen["copied on write"] += stats.num_copies
+        seen["taken over"] += stats.num_takeovers
+        seen["published by another before"] += stats.num_deduplicated
+        assert pool.reserve(pool.num_usable)
+        assert not pool.index
+        assert not pool.roots
+        assert not pool.copies
+        executor.scheduler.check_invariants()
+
+
+def test_whatever_happens_every_request_ends_with_its_serial_output() -> None:
+    """Arrivals, steps, faults, aborts and resets in any order: outputs are right, nothing stays."""
+    seen.clear()
+    run_state_machine_as_test(SchedulerMachine)
+
+    print(dict(sorted(seen.items())))  # noqa: T201 # shown with -s and on failure
+    assert not [situation for situation in SITUATIONS if not seen[situation]]

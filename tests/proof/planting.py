@@ -1,0 +1,170 @@
+"""Plants bugs in the core, one at a time and in memory, and sees which test notices.
+
+    python -P tests/proof/planting.py                    # all of them, against the core's tests
+    python -P tests/proof/planting.py --only "skip"      # those with "skip" in their name
+    python -P tests/proof/planting.py --tests machines   # against the state machines alone
+
+Each bug gets a process of its own, forked before anything of prefixkv is imported.
+"""
+
+import argparse
+import contextlib
+import importlib.util
+import io
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib.abc import MetaPathFinder, SourceLoader
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+LIMIT_S, WORKERS = 30, 2
+PLAIN = ["test_rules", "test_cache", "test_identity", "test_invariants", "test_scheduler"]
+MACHINES = ["test_cache_stateful", "test_scheduler_machine"]
+TESTS = {"all": PLAIN + MACHINES, "plain": PLAIN, "machines": MACHINES}
+
+
+@dataclass(frozen=True)
+class Bug:
+    """Edits of one module of the core: (text that stands in it once, what takes its place)."""
+
+    name: str
+    module: str
+    edits: tuple[tuple[str, str], ...]
+
+    def plant(self, source: str) -> str:
+        """Return the module's text with the bug in it."""
+        for old, new in self.edits:
+            if source.count(old) != 1:
+                raise ValueError(f"{self.name}: {old!r} stands {source.count(old)} times")
+            source = source.replace(old, new)
+        return source
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a run of the tests said; `test` is the first that failed."""
+
+    bug: str
+    exit_code: int
+    test: str
+    seconds: float
+    output: str
+
+    @property
+    def killed(self) -> bool:
+        """Whether a test failed (not: nothing could be collected, or it took too long)."""
+        return self.exit_code == pytest.ExitCode.TESTS_FAILED and bool(self.test)
+
+
+class FirstFailure:
+    """A plugin of pytest that remembers the first test that failed."""
+
+    test = ""
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Called for each phase of each test."""
+        if report.failed and not self.test:
+            self.test = report.nodeid.rpartition("/")[2]
+
+
+def load_bugs() -> dict[str, Bug]:
+    """All bugs, by name."""
+    entries = tomllib.loads((HERE / "planted_bugs.toml").read_text())["bug"]
+    bugs = [Bug(e["name"], e["module"], tuple(map(tuple, e["edits"]))) for e in entries]
+    return {bug.name: bug for bug in bugs}
+
+
+class Planter(MetaPathFinder, SourceLoader):
+    """Imports one module of prefixkv from its changed text."""
+
+    def __init__(self, bug: Bug) -> None:
+        self.bug = bug
+        self.name = f"prefixkv.{bug.module}"
+        self.path = str(ROOT / "prefixkv" / f"{bug.module}.py")
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Claim the one module."""
+        if name != self.name:
+            return None
+        return importlib.util.spec_from_file_location(name, self.path, loader=self)
+
+    def get_filename(self, name: str) -> str:
+        """Where the module would stand."""
+        return self.path
+
+    def get_data(self, path: str | bytes) -> bytes:
+        """Return the changed text; there is no compiled file."""
+        if str(path) != self.path:
+            raise OSError
+        return self.bug.plant(Path(self.path).read_text()).encode()
+
+
+def judge(bug: str, tests: Sequence[str]) -> Verdict:
+    """Run tests of the core in this process with a bug ("" for none), up to the limit."""
+    assert not any(name.split(".")[0] == "prefixkv" for name in sys.modules)
+    if bug:
+        sys.meta_path.insert(0, Planter(load_bugs()[bug]))
+    sys.dont_write_bytecode = True
+    os.environ["HYPOTHESIS_PROFILE"] = "planted"
+    signal.signal(signal.SIGALRM, signal.default_int_handler)  # pytest ends as if interrupted
+    signal.alarm(LIMIT_S)
+    first, output, began = FirstFailure(), io.StringIO(), time.monotonic()
+    command = ["-x", "-q", "--no-header", "--tb=line", "-p", "no:cacheprovider"]
+    command += [str(ROOT / "tests" / "core" / f"{test}.py") for test in tests]
+    with contextlib.redirect_stdout(output):
+        exit_code = pytest.main([f"--rootdir={ROOT}", *command], plugins=[first])
+    seconds = time.monotonic() - began
+    return Verdict(bug, int(exit_code), first.test, seconds, output.getvalue()[-2000:])
+
+
+def judge_all(bugs: Sequence[str], tests: Sequence[str]) -> Iterator[Verdict]:
+    """Judge several bugs, two at a time, in order."""
+    os.chdir(ROOT)
+    context = multiprocessing.get_context("fork")
+    with context.Pool(WORKERS, maxtasksperchild=1) as pool:
+        yield from pool.imap(partial(judge, tests=tests), bugs, chunksize=1)
+
+
+def main() -> int:
+    """Print who killed what; the exit status says whether all were."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--only", default="", help="bugs with this in their name")
+    parser.add_argument("--tests", choices=TESTS, default="all")
+    parser.add_argument("--control", action="store_true", help="plant nothing")
+    parser.add_argument("--json", action="store_true", help="a line of JSON for each bug")
+    options = parser.parse_args()
+    names = [""] if options.control else [name for name in load_bugs() if options.only in name]
+    verdicts = []
+    for verdict in judge_all(names, TESTS[options.tests]):
+        verdicts.append(verdict)
+        print(json.dumps(asdict(verdict)) if options.json else in_words(verdict), flush=True)  # noqa: T201
+    alive = [verdict for verdict in verdicts if not verdict.killed]
+    if not options.json:
+        killed, slowest = len(names) - len(alive), max(v.seconds for v in verdicts)
+        print(f"{killed} of {len(names)} planted bugs killed, the slowest in {slowest:.1f} s")  # noqa: T201
+    return bool(alive)
+
+
+def in_words(verdict: Verdict) -> str:
+    """One line for a bug that was killed, all that is known of one that was not."""
+    by = verdict.test if verdict.killed else f"ALIVE (exit {verdict.exit_code})\n{verdict.output}"
+    return f"{verdict.seconds:5.1f} s  {verdict.bug:<58} {by}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
