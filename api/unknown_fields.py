@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterable
 
 MAX_NAMES = 200
+MAX_LENGTH = 80
 
 logger = logging.getLogger("prefixkv.api")
 
@@ -15,8 +16,8 @@ class UnknownFields:
         self._seen: set[str] = set()
 
     def note(self, names: Iterable[str]) -> None:
-        """Log those of `names` that are new."""
-        for name in names:
-            if name not in self._seen and len(self._seen) < MAX_NAMES:
-                self._seen.add(name)
-                logger.info("requests have a field that is ignored: %.80r", name)
+        """Log those of `names` that are new; of a long one, only how it begins."""
+        for beginning in (name[:MAX_LENGTH] for name in names):
+            if beginning not in self._seen and len(self._seen) < MAX_NAMES:
+                self._seen.add(beginning)
+                logger.info("requests have a field that is ignored: %r", beginning)

@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from prefixkv.api.app import create_app
+from prefixkv.api.unknown_fields import MAX_LENGTH, MAX_NAMES, UnknownFields
 from prefixkv.errors import (
     ConfigError,
     EngineStopped,
@@ -347,6 +348,15 @@ def test_unexpected_errors_are_logged_with_their_traceback(
     assert len(caplog.records) == 1
     assert caplog.records[0].exc_info is not None
     assert "a secret of the server" in caplog.text
+
+
+def test_names_of_unknown_fields_do_not_fill_the_memory() -> None:
+    """However many and however long: they come from clients."""
+    fields = UnknownFields()
+    fields.note(f"{i:04}" + "x" * 1_000_000 for i in range(300))
+
+    assert len(fields._seen) == MAX_NAMES
+    assert max(map(len, fields._seen)) == MAX_LENGTH
 
 
 def test_unknown_fields_are_ignored_and_logged_once(

@@ -9,7 +9,6 @@ Each bug gets a process of its own, forked before anything of prefixkv is import
 
 import argparse
 import contextlib
-import importlib.util
 import io
 import json
 import multiprocessing
@@ -21,8 +20,9 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from importlib.abc import MetaPathFinder, SourceLoader
-from importlib.machinery import ModuleSpec
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.util import spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
@@ -87,13 +87,12 @@ def load_bugs() -> dict[str, Bug]:
     return {bug.name: bug for bug in bugs}
 
 
-class Planter(MetaPathFinder, SourceLoader):
+class Planter(MetaPathFinder):
     """Imports one module of prefixkv from its changed text."""
 
     def __init__(self, bug: Bug) -> None:
         self.bug = bug
         self.name = f"prefixkv.{bug.module}"
-        self.path = str(ROOT / "prefixkv" / f"{bug.module}.py")
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -101,17 +100,22 @@ class Planter(MetaPathFinder, SourceLoader):
         """Claim the one module."""
         if name != self.name:
             return None
-        return importlib.util.spec_from_file_location(name, self.path, loader=self)
+        file = str(ROOT / "prefixkv" / f"{self.bug.module}.py")
+        return spec_from_file_location(name, file, loader=PlantedSource(name, file, self.bug))
 
-    def get_filename(self, name: str) -> str:
-        """Where the module would stand."""
-        return self.path
 
-    def get_data(self, path: str | bytes) -> bytes:
-        """Return the changed text; there is no compiled file."""
-        if str(path) != self.path:
-            raise OSError
-        return self.bug.plant(Path(self.path).read_text()).encode()
+class PlantedSource(SourceFileLoader):
+    """Reads a module's text with a bug in it; knows of no compiled file."""
+
+    def __init__(self, name: str, path: str, bug: Bug) -> None:
+        super().__init__(name, path)
+        self.bug = bug
+
+    def get_data(self, path: str) -> bytes:
+        """Return the changed text."""
+        if path != self.path:
+            raise OSError(path)
+        return self.bug.plant(super().get_data(path).decode()).encode()
 
 
 def judge(bug: str, tests: Sequence[str]) -> Verdict:
