@@ -1,4 +1,4 @@
-"""A request: what was asked, the tokens so far, and the sequence that holds its KV."""
+"""A request: what was asked, and the branches that answer it."""
 
 from array import array
 
@@ -10,18 +10,18 @@ from prefixkv.sequence import Sequence
 
 
 class Request:
-    """One request from submission to its last token.
+    """One request from submission to the last token of its last branch.
 
-    It waits with `sequence` None and runs with one; preemption takes the sequence away again, and
-    all its tokens, those it generated included, are then matched anew.
+    It begins with one branch, which computes the prompt; the others are forked from that one when
+    the first token is drawn.
 
     Attributes:
-        tokens: ids of the prompt and of the output so far (typecode "i").
+        prompt: its token ids (typecode "i").
         number: order of arrival.
         admission: order of the first admission; None until then.
         seed: of its draws; fixed at submission.
-        max_tokens: output tokens at most; resolved at submission.
-        not_before: version of the cache at which it last found no room; None to try at any.
+        max_tokens: output tokens of a branch at most; resolved at submission.
+        branches: those that wait or run, by index.
     """
 
     def __init__(
@@ -37,8 +37,7 @@ class Request:
         priority: int = 0,
     ) -> None:
         self.request_id = request_id
-        self.tokens = array("i", pack_tokens(prompt))
-        self.num_prompt_tokens = len(self.tokens)
+        self.prompt = array("i", pack_tokens(prompt))
         self.params = params
         self.identity = identity
         self.number = number
@@ -46,29 +45,140 @@ class Request:
         self.seed = seed
         self.priority = priority
         self.admission: int | None = None
-        self.sequence: Sequence | None = None
-        self.not_before: int | None = None
-        self.usage = Usage(num_prompt_tokens=self.num_prompt_tokens)
+        self.usage = Usage(num_prompt_tokens=len(self.prompt))
+        self.branches: list[Branch] = []
+        self.restart()
 
     def __repr__(self) -> str:
-        return f"<Request {self.request_id} of {len(self.tokens)} tokens>"
+        return f"<Request {self.request_id}: {len(self.prompt)} tokens, {len(self.branches)} live>"
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.prompt)
+
+    @property
+    def in_lockstep(self) -> bool:
+        """Whether its branches take each step together, or not at all."""
+        return self.params.use_beam_search
+
+    def restart(self) -> None:
+        """Begin again with one branch that holds nothing."""
+        self.branches = [Beam(self, 0) if self.in_lockstep else Branch(self, 0)]
+
+    def num_blocks_at_most(self, block_size: int) -> int:
+        """Blocks that the request must be able to hold at once, whatever it generates.
+
+        Samples may run one after another; beams run together, each with blocks of its own behind
+        the prompt.
+        """
+        if self.in_lockstep:
+            own = -(-(self.max_tokens + block_size) // block_size)
+            return len(self.prompt) // block_size + self.params.n * own
+        return -(-(len(self.prompt) + self.max_tokens - 1) // block_size)  # the last is not written
+
+
+class Branch:
+    """One token stream of a request: what the scheduler runs.
+
+    It waits with `sequence` None and runs with one; preemption takes the sequence away again, and
+    all its tokens, those it generated included, are then matched anew.
+
+    Attributes:
+        index: its number in the request; decides about its draws.
+        tokens: ids of the prompt and of the output so far (typecode "i").
+        not_before: version of the cache at which it last found no room; None to try at any.
+    """
+
+    def __init__(self, request: Request, index: int) -> None:
+        self.request = request
+        self.index = index
+        self.tokens = request.prompt[:]
+        self.sequence: Sequence | None = None
+        self.not_before: int | None = None
+
+    def __repr__(self) -> str:
+        return f"<Branch {self.index} of {self.request.request_id}, {self.num_tokens} tokens>"
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt and of the output so far."""
+        return len(self.tokens)
 
     @property
     def num_output_tokens(self) -> int:
         """Tokens generated so far."""
-        return len(self.tokens) - self.num_prompt_tokens
+        return self.num_tokens - len(self.request.prompt)
 
     @property
     def num_pending_tokens(self) -> int:
         """Tokens whose KV is neither computed nor scheduled; one while decoding."""
-        return len(self.tokens) - (self.sequence.num_tokens if self.sequence else 0)
+        return self.num_tokens - (self.sequence.num_tokens if self.sequence else 0)
 
     @property
-    def queue_rank(self) -> tuple[int, int]:
+    def queue_rank(self) -> tuple[int, int, int]:
         """Order of waiting: by priority (lower first), then by arrival."""
-        return (self.priority, self.number)
+        return (self.request.priority, self.request.number, self.index)
+
+    @property
+    def running_rank(self) -> tuple[int, int]:
+        """Order of running: by the request's first admission."""
+        assert self.request.admission is not None
+        return (self.request.admission, self.index)
+
+    def token_slice(self, start: int, stop: int) -> "array[int]":
+        """Ids of the tokens [start, stop)."""
+        return self.tokens[start:stop]
 
     def append(self, token_id: int) -> None:
         """Add a generated token."""
         self.tokens.append(token_id)
-        self.usage.num_completion_tokens += 1
+
+    def fork(self, index: int) -> "Branch":
+        """Return another branch of the request with the same tokens, sharing all blocks."""
+        assert self.sequence is not None
+        child = type(self)(self.request, index)
+        child.tokens = self.tokens[:]
+        child.sequence = self.sequence.fork()
+        self.request.branches.append(child)
+        self.request.usage.num_forks += 1
+        return child
+
+
+class Beam(Branch):
+    """A branch of a beam search: it knows its length and its last token, and no list of tokens.
+
+    So a beam that goes on twice costs the same whatever its length. `tokens` is the prompt, shared.
+    """
+
+    def __init__(self, request: Request, index: int) -> None:
+        super().__init__(request, index)
+        self.tokens = request.prompt
+        self.last_token = -1
+        self._num_tokens = len(request.prompt)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt and of the output so far."""
+        return self._num_tokens
+
+    def token_slice(self, start: int, stop: int) -> "array[int]":
+        """Ids of the tokens [start, stop): within the prompt, or the last one."""
+        if stop <= len(self.tokens):
+            return self.tokens[start:stop]
+        assert (start, stop) == (self._num_tokens - 1, self._num_tokens)
+        return array("i", [self.last_token])
+
+    def append(self, token_id: int) -> None:
+        """Add a generated token."""
+        self.last_token = token_id
+        self._num_tokens += 1
+
+    def fork(self, index: int) -> "Beam":
+        """Return another beam of the same length and last token, sharing all blocks; O(1)."""
+        assert self.sequence is not None
+        child = Beam(self.request, index)
+        child.last_token, child._num_tokens = self.last_token, self._num_tokens
+        child.sequence = self.sequence.fork()
+        self.request.usage.num_forks += 1
+        return child

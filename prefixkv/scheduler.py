@@ -13,6 +13,7 @@ the head of the queue.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from sortedcontainers import SortedKeyList
 
@@ -20,23 +21,23 @@ from prefixkv.block import common_beginning
 from prefixkv.config import SchedulerConfig
 from prefixkv.errors import InvariantViolation, QueueFull, RequestTooLarge
 from prefixkv.prefix_cache import PrefixCache
-from prefixkv.request import Request
+from prefixkv.request import Branch, Request
 from prefixkv.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
-class ScheduledRequest:
-    """One request's share of a step: its tokens [start, start + num_tokens)."""
+class ScheduledBranch:
+    """One branch's share of a step: its tokens [start, start + num_tokens)."""
 
-    request: Request
+    branch: Branch
     sequence: Sequence
     start: int
     num_tokens: int
 
     @property
     def samples(self) -> bool:
-        """Whether the step reaches the request's last token, so that the next one is drawn."""
-        return self.start + self.num_tokens == len(self.request.tokens)
+        """Whether the step reaches the branch's last token, so that the next one is drawn."""
+        return self.start + self.num_tokens == self.branch.num_tokens
 
 
 @dataclass(slots=True)
@@ -44,20 +45,24 @@ class Batch:
     """A step being filled; `budget` is what is left of its tokens."""
 
     budget: int
-    items: dict[Request, ScheduledRequest] = field(default_factory=dict)
+    items: dict[Branch, ScheduledBranch] = field(default_factory=dict)
 
-    def add(self, request: Request, num_tokens: int) -> None:
-        """Schedule the next tokens of a request. Requires that their room is reserved."""
-        sequence = request.sequence
+    def add(self, branch: Branch, num_tokens: int) -> None:
+        """Schedule the next tokens of a branch. Requires that their room is reserved."""
+        sequence = branch.sequence
         assert sequence is not None
         start = sequence.num_tokens
-        sequence.write(request.tokens[start : start + num_tokens])
-        self.items[request] = ScheduledRequest(request, sequence, start, num_tokens)
+        stats, usage = sequence.cache.stats, branch.request.usage
+        copies, slots = stats.num_copies, stats.num_slots_copied
+        sequence.write(branch.token_slice(start, start + num_tokens))
+        usage.num_copies += stats.num_copies - copies
+        usage.num_slots_copied += stats.num_slots_copied - slots
+        self.items[branch] = ScheduledBranch(branch, sequence, start, num_tokens)
         self.budget -= num_tokens
 
-    def remove(self, request: Request) -> None:
-        """Take a request out again, if it is in; the caller takes its sequence away."""
-        item = self.items.pop(request, None)
+    def remove(self, branch: Branch) -> None:
+        """Take a branch out again, if it is in; the caller takes its sequence away."""
+        item = self.items.pop(branch, None)
         if item is not None:
             self.budget += item.num_tokens
 
@@ -66,18 +71,18 @@ class Scheduler:
     """Decides each step over a `PrefixCache`; pure bookkeeping.
 
     Attributes:
-        waiting: the queue, by (priority, arrival).
-        running: requests that hold a sequence, by first admission.
+        waiting: the queue, by (priority, arrival, index).
+        running: branches that hold a sequence, by the first admission of their request.
         num_prompt_tokens, num_cached_tokens: of all requests admitted so far, each counted once.
-        twins: who waits for a running request, with the number of tokens it must have computed.
+        twins: who waits for a running branch, with the number of tokens it must have computed.
     """
 
     def __init__(self, cache: PrefixCache, config: SchedulerConfig) -> None:
         self.cache = cache
         self.config = config
-        self.waiting: SortedKeyList[Request] = SortedKeyList(key=lambda r: r.queue_rank)
-        self.running: SortedKeyList[Request] = SortedKeyList(key=lambda r: r.admission)
-        self.twins: dict[Request, list[tuple[int, Request]]] = {}
+        self.waiting: SortedKeyList[Branch] = SortedKeyList(key=lambda b: b.queue_rank)
+        self.running: SortedKeyList[Branch] = SortedKeyList(key=lambda b: b.running_rank)
+        self.twins: dict[Branch, list[tuple[int, Branch]]] = {}
         self.num_admissions = 0
         self.num_preemptions = 0
         self.num_prompt_tokens = 0
@@ -87,7 +92,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that hold nothing yet, twins included."""
+        """Branches that hold nothing yet, twins included."""
         return len(self.waiting) + sum(map(len, self.twins.values()))
 
     @property
@@ -99,116 +104,174 @@ class Scheduler:
         """Queue a request.
 
         Raises:
-            RequestTooLarge: if the pool can never hold it.
+            RequestTooLarge: if the pool, or a step, can never hold it.
             QueueFull: if too many requests wait.
         """
-        block_size = self.cache.block_size
-        num_tokens = request.num_prompt_tokens + request.max_tokens - 1  # the last is not written
-        needed = -(-num_tokens // block_size)
-        usable = self.cache.pool.num_usable
-        if needed > usable:
-            raise RequestTooLarge(
-                f"{request.num_prompt_tokens} prompt tokens and {request.max_tokens} output tokens "
-                f"need {needed} blocks of {block_size} tokens, the pool has {usable}"
-            )
+        self._refuse_if_too_large(request)
         limit = self.config.max_num_waiting
         if limit is not None and self.num_waiting >= limit:
             raise QueueFull(f"{self.num_waiting} requests are waiting, the limit is {limit}")
-        self.waiting.add(request)
+        self.waiting.update(request.branches)
+
+    def _refuse_if_too_large(self, request: Request) -> None:
+        block_size, usable = self.cache.block_size, self.cache.pool.num_usable
+        needed = request.num_blocks_at_most(block_size)
+        width = request.params.n if request.in_lockstep else 1
+        if needed > usable:
+            each = f" in each of {width} beams" if request.in_lockstep else ""
+            raise RequestTooLarge(
+                f"{request.num_prompt_tokens} prompt tokens and {request.max_tokens} output tokens"
+                f"{each} need {needed} blocks of {block_size} tokens, the pool has {usable}"
+            )
+        at_once = min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
+        if width > at_once:
+            raise RequestTooLarge(f"{width} beams step together, {at_once} branches can at most")
 
     def finish(self, request: Request) -> None:
-        """End a request, wherever it is; what it published stays findable."""
-        if request.sequence is not None:
-            self._stop_running(request)
+        """End a request, wherever its branches are; what it published stays findable."""
+        for branch in list(request.branches):
+            self.finish_branch(branch)
+
+    def finish_branch(self, branch: Branch, *, cold: bool = False) -> None:
+        """End one branch; with `cold`, what becomes idle by it is the first to be evicted."""
+        branch.request.branches.remove(branch)
+        if branch.sequence is not None:
+            self._stop_running(branch, cold=cold)
             return
         for leader, twins in list(self.twins.items()):
-            self._keep_twins(leader, [twin for twin in twins if twin[1] is not request])
-        self.waiting.discard(request)
+            self._keep_twins(leader, [twin for twin in twins if twin[1] is not branch])
+        self.waiting.discard(branch)
 
-    def committed(self, request: Request) -> None:
-        """Let go on who waited for tokens that `request` has now computed."""
-        twins = self.twins.get(request)
+    def fork(self, branch: Branch, index: int) -> Branch:
+        """Add a branch that goes on from where `branch` is, sharing all its blocks.
+
+        It runs if there is a place; else it waits, and is matched like any other.
+        """
+        child = branch.fork(index)
+        self.adopt(child)
+        return child
+
+    def adopt(self, child: Branch) -> None:
+        """Let a branch that was forked run; or wait, holding nothing, if no place is free."""
+        if len(self.running) < self.config.max_num_seqs:
+            self.running.add(child)
+            return
+        assert child.sequence is not None
+        child.sequence.release()
+        child.sequence = None
+        self.waiting.add(child)
+
+    def committed(self, branch: Branch) -> None:
+        """Let go on who waited for tokens that `branch` has now computed."""
+        twins = self.twins.get(branch)
         if twins is None:
             return
-        assert request.sequence is not None
-        computed = request.sequence.num_computed_tokens
+        assert branch.sequence is not None
+        computed = branch.sequence.num_computed_tokens
         self.waiting.update(twin for needed, twin in twins if needed <= computed)
-        self._keep_twins(request, [(needed, twin) for needed, twin in twins if needed > computed])
+        self._keep_twins(branch, [(needed, twin) for needed, twin in twins if needed > computed])
 
     def preempt_all(self) -> None:
-        """Send every running request back into the queue."""
-        for request in list(self.running):
-            self._preempt(request)
+        """Send every running branch back into the queue."""
+        while self.running:
+            self._preempt(self._unit_of(self.running[0]))
 
-    def _keep_twins(self, leader: Request, twins: list[tuple[int, Request]]) -> None:
+    def _keep_twins(self, leader: Branch, twins: list[tuple[int, Branch]]) -> None:
         if twins:
             self.twins[leader] = twins
         else:
             self.twins.pop(leader, None)
 
-    def _stop_running(self, request: Request) -> None:
-        assert request.sequence is not None
-        self.running.remove(request)
-        request.sequence.release()
-        request.sequence = None
-        self.waiting.update(twin for _, twin in self.twins.pop(request, ()))
+    def _stop_running(self, branch: Branch, *, cold: bool = False) -> None:
+        assert branch.sequence is not None
+        self.running.remove(branch)
+        branch.sequence.release(cold=cold)
+        branch.sequence = None
+        self.waiting.update(twin for _, twin in self.twins.pop(branch, ()))
 
-    def _preempt(self, request: Request) -> None:
-        self._stop_running(request)
+    def _preempt(self, unit: list[Branch]) -> None:
+        """Take the blocks away; beams begin their search anew, alone they would be worth nothing."""
+        for branch in unit:
+            self._stop_running(branch)
+        request = unit[0].request
         request.usage.num_preemptions += 1
         self.num_preemptions += 1
-        self.waiting.add(request)
+        if request.in_lockstep:
+            request.restart()
+            unit = request.branches
+        self.waiting.update(unit)
 
     # -- a step ----------------------------------------------------------------------------------
 
-    def schedule(self) -> list[ScheduledRequest]:
+    def schedule(self) -> list[ScheduledBranch]:
         """Fill the next step; blocks are taken, tokens are written in the books.
 
         The caller computes, then either commits each sequence and calls `committed`, or discards.
         """
         batch = Batch(self.config.max_num_batched_tokens)
         preempted_before = self.num_preemptions
-        for request in self._decoding_first():
-            if batch.budget <= 0:
+        for unit in self._decoding_first():
+            if batch.budget < len(unit):
                 break
-            if request.sequence is None:
+            if unit[0].sequence is None:
                 continue  # preempted a moment ago, for one that comes before it
-            num_tokens = self._chunk(request.num_pending_tokens, batch.budget)
-            if self._make_room(request, num_tokens, batch):
-                batch.add(request, num_tokens)
+            num_tokens = self._chunk(unit[0].num_pending_tokens, batch.budget)
+            if self._make_room(unit, num_tokens, batch):
+                for branch in unit:
+                    batch.add(branch, num_tokens)
         if self.num_preemptions == preempted_before:
             self._admit(batch)
+        for request in {item.request.request_id: item.request for item in batch.items}.values():
+            request.note_blocks(self.cache.block_size)
         return list(batch.items.values())
 
-    def _decoding_first(self) -> list[Request]:
-        return sorted(self.running, key=lambda r: r.num_pending_tokens > 1)
+    def _decoding_first(self) -> list[list[Branch]]:
+        units = [list(group) for _, group in groupby(self.running, key=_unit_key)]
+        return sorted(units, key=lambda unit: unit[0].num_pending_tokens > 1)
+
+    def _unit_of(self, branch: Branch) -> list[Branch]:
+        """Who steps, and is preempted, together with a running branch; itself included."""
+        if not branch.request.in_lockstep:
+            return [branch]
+        return [other for other in branch.request.branches if other.sequence is not None]
 
     def _chunk(self, num_pending: int, budget: int) -> int:
         limit = self.config.max_prefill_chunk
         return min(num_pending, budget, limit if limit is not None else budget)
 
-    def _make_room(self, request: Request, num_tokens: int, batch: Batch) -> bool:
-        """Reserve for a running request, preempting others; False if it gave way itself."""
+    def _make_room(self, unit: list[Branch], num_tokens: int, batch: Batch) -> bool:
+        """Reserve for who steps together, preempting others; False if they gave way themselves."""
         while True:
-            assert request.sequence is not None
-            if request.sequence.reserve(num_tokens):
+            if self._reserve(unit, num_tokens):
                 return True
-            assert len(self.running) > 1, f"no room for the only running request, {request}"
-            victim = min(self.running[1:], key=self._loss)
-            batch.remove(victim)
-            self._preempt(victim)
-            if victim is request:
+            others = [b for b in self.running if _unit_key(b) is not _unit_key(self.running[0])]
+            assert others, f"no room for the only one that runs, {unit[0]}"
+            victims = self._unit_of(min(others, key=self._loss))
+            for victim in victims:
+                batch.remove(victim)
+            self._preempt(victims)
+            if unit[0] in victims:
                 return False
 
-    def _loss(self, request: Request) -> tuple[int, int]:
+    def _reserve(self, unit: list[Branch], num_tokens: int) -> bool:
+        if len(unit) == 1:
+            assert unit[0].sequence is not None
+            return unit[0].sequence.reserve(num_tokens)
+        needed = 0
+        for branch in unit:
+            assert branch.sequence is not None
+            needed += branch.sequence.num_blocks_needed(num_tokens)
+        return self.cache.pool.reserve(needed)
+
+    def _loss(self, branch: Branch) -> tuple[int, int, int]:
         """What preempting would put at stake: blocks that nobody else keeps; the youngest first."""
-        assert request.sequence is not None
-        assert request.admission is not None
-        block = request.sequence.last_block
+        assert branch.sequence is not None
+        block = branch.sequence.last_block
         depth = block.depth
         while block.parent is not None and block.refs == 1:
             block = block.parent
-        return (depth - block.depth, -request.admission)
+        admission, index = branch.running_rank
+        return (depth - block.depth, -admission, -index)
 
     def _admit(self, batch: Batch) -> None:
         """Admit from the head of the queue while budget, places and room last.
@@ -218,95 +281,125 @@ class Scheduler:
         """
         if not self.waiting or self.waiting[0].not_before == self.cache.pool.version:
             return
-        promised = sum(map(_blocks_still_needed, self.running))
-        while batch.budget > 0 and self.waiting and len(self.running) < self.config.max_num_seqs:
-            request = self.waiting[0]
-            if request.not_before == self.cache.pool.version:
+        promised = self._promised()
+        while batch.budget > 0 and self.waiting and self._has_place(self.waiting[0]):
+            branch = self.waiting[0]
+            if branch.not_before == self.cache.pool.version:
                 return
-            sequence = Sequence.open(self.cache, request.identity, request.tokens)
-            leader = self._find_leader(request, sequence)
+            sequence = Sequence.open(self.cache, branch.request.identity, branch.tokens)
+            leader = self._find_leader(branch, sequence)
             if leader is not None:
                 sequence.release()
                 del self.waiting[0]
-                self.twins.setdefault(leader[0], []).append((leader[1], request))
+                self.twins.setdefault(leader[0], []).append((leader[1], branch))
                 continue
-            if not self._reserve_all(request, sequence, promised):
+            if not self._reserve_all(branch, sequence, promised):
                 sequence.release()
-                request.not_before = self.cache.pool.version
+                branch.not_before = self.cache.pool.version
                 return
             del self.waiting[0]
-            self._start(request, sequence)
-            batch.add(request, self._chunk(request.num_pending_tokens, batch.budget))
-            promised += _blocks_still_needed(request)
+            self._start(branch, sequence)
+            batch.add(branch, self._chunk(branch.num_pending_tokens, batch.budget))
+            promised = self._promised()
 
-    @staticmethod
-    def _reserve_all(request: Request, sequence: Sequence, promised: int) -> bool:
+    def _has_place(self, branch: Branch) -> bool:
+        """Whether so many may run besides those that run; beams count all at once."""
+        width = branch.request.params.n if branch.request.in_lockstep else 1
+        reserved = sum(
+            b.request.params.n - 1 for b in self.running if b.request.in_lockstep and not b.index
+        )
+        return len(self.running) + reserved + width <= self.config.max_num_seqs
+
+    def _promised(self) -> int:
+        """Blocks that what is admitted still takes: rests of prompts, and beams to their end."""
+        promised = 0
+        for branch in self.running:
+            if branch.request.in_lockstep:
+                if branch is branch.request.branches[0]:
+                    promised += self._promised_to_beams(branch.request)
+            else:
+                promised += _blocks_still_needed(branch)
+        return promised
+
+    def _promised_to_beams(self, request: Request) -> int:
+        """What a beam search may still take, by the worst case."""
+        return max(0, request.num_blocks_at_most(self.cache.block_size) - request.num_blocks_held)
+
+    def _reserve_all(self, branch: Branch, sequence: Sequence, promised: int) -> bool:
         """Reserve for all tokens; without the copy of a partial hit if that does not fit."""
-        size = len(request.tokens)
+        size = branch.num_tokens
+        block_size = self.cache.block_size
+        if branch.request.in_lockstep:
+            promised += branch.request.num_blocks_at_most(block_size) - size // block_size
         if sequence.reserve(size - sequence.num_tokens, spare_blocks=promised):
             return True
         return sequence.drop_partial() and sequence.reserve(
             size - sequence.num_tokens, spare_blocks=promised
         )
 
-    def _start(self, request: Request, sequence: Sequence) -> None:
-        request.sequence = sequence
-        request.not_before = None
+    def _start(self, branch: Branch, sequence: Sequence) -> None:
+        request = branch.request
+        branch.sequence = sequence
+        branch.not_before = None
         if request.admission is None:
             request.admission = self.num_admissions
             self.num_admissions += 1
             request.usage.num_cached_tokens = sequence.num_tokens
             self.num_cached_tokens += sequence.num_tokens
             self.num_prompt_tokens += request.num_prompt_tokens
-        self.running.add(request)
+        self.running.add(branch)
 
-    def _find_leader(self, request: Request, sequence: Sequence) -> tuple[Request, int] | None:
-        """Find the running request worth waiting for, and how far it must have computed.
+    def _find_leader(self, branch: Branch, sequence: Sequence) -> tuple[Branch, int] | None:
+        """Find the running branch worth waiting for, and how far it must have computed.
 
-        Only whole blocks count, as only those are published while the other runs. A request that
-        was preempted does not wait for those admitted after it.
+        Only whole blocks count, as only those are published while the other runs. What was
+        preempted does not wait for those admitted after it.
         """
         if not self.cache.enabled:
             return None
         found = sequence.num_tokens
-        next_token = request.tokens[found]
+        next_token = branch.tokens[found]
         block_size = self.cache.block_size
         packed: bytes | None = None
-        best: tuple[Request, int] | None = None
-        for other in self._admitted_before(request):
+        best: tuple[Branch, int] | None = None
+        for other in self._admitted_before(branch):
             assert other.sequence is not None
             if other.sequence.root is not sequence.root or len(other.tokens) <= found:
                 continue
             if other.tokens[found] != next_token:
                 continue
-            packed = packed or request.tokens.tobytes()
+            packed = packed or branch.tokens.tobytes()
             shared = common_beginning(packed, other.tokens.tobytes()) // 4
             target = shared // block_size * block_size
-            gain = min(target, len(request.tokens) - 1) - found
+            gain = min(target, branch.num_tokens - 1) - found
             worth = gain > 0 and target > other.sequence.num_computed_tokens
             if worth and (best is None or target > best[1]):
                 best = (other, target)
         return best
 
-    def _admitted_before(self, request: Request) -> Iterator[Request]:
-        admission = request.admission
+    def _admitted_before(self, branch: Branch) -> Iterator[Branch]:
+        admission = branch.request.admission
         for other in self.running:
-            assert other.admission is not None
-            if admission is None or other.admission < admission:
+            if admission is None or other.running_rank < (admission, branch.index):
                 yield other
 
     def check_invariants(self) -> None:
-        """Check the cache's books, and that exactly the running requests hold sequences."""
+        """Check the cache's books, and that exactly the running branches hold sequences."""
         self.cache.check_invariants()
-        held = {request.sequence for request in self.running}
+        held = {branch.sequence for branch in self.running}
         if held != self.cache.sequences:
             raise InvariantViolation(
-                f"scheduler: {len(held)} requests run, {len(self.cache.sequences)} sequences live"
+                f"scheduler: {len(held)} branches run, {len(self.cache.sequences)} sequences live"
             )
 
 
-def _blocks_still_needed(request: Request) -> int:
-    """Blocks that the tokens of a running request take which are not scheduled yet."""
-    assert request.sequence is not None
-    num_pending = request.num_pending_tokens
-    return request.sequence.num_blocks_needed(num_pending) if num_pending else 0
+def _unit_key(branch: Branch) -> object:
+    """Equal for those that step together."""
+    return branch.request if branch.request.in_lockstep else branch
+
+
+def _blocks_still_needed(branch: Branch) -> int:
+    """Blocks that the tokens of a running branch take which are not scheduled yet."""
+    assert branch.sequence is not None
+    num_pending = branch.num_pending_tokens
+    return branch.sequence.num_blocks_needed(num_pending) if num_pending else 0
