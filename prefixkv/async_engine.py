@@ -59,7 +59,7 @@ class AsyncEngine:
 
     @property
     def sampling_defaults(self) -> Mapping[str, float]:
-        """What the model's makers set of temperature, top_k, top_p and min_p."""
+        """What the model's makers set of temperature, top_k, top_p and the like."""
         return self.engine.model.facts.sampling_defaults
 
     @property

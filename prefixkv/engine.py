@@ -26,12 +26,13 @@ from prefixkv.hashing import Tokens, pack_tokens
 from prefixkv.identity import ModelIdentity
 from prefixkv.kernels.backend import AttentionBackend, BackendName, get_backend
 from prefixkv.kv_cache import KVCache
+from prefixkv.logits_rules import compile_rules
 from prefixkv.model import LanguageModel, ModelFacts
 from prefixkv.output_stream import OutputStream
 from prefixkv.outputs import OutputDelta
 from prefixkv.prefix_cache import PrefixCache
 from prefixkv.request import Request
-from prefixkv.sampling import Sampler, SamplingRow
+from prefixkv.sampling import Sampled, Sampler, SamplingRow
 from prefixkv.sampling_params import MAX_SEED, SamplingParams
 from prefixkv.scheduler import ScheduledRequest, Scheduler
 from prefixkv.sizing import cache_shape, choose_num_blocks, describe
@@ -40,7 +41,7 @@ from prefixkv.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-NOT_FINITE: Final = -1
+NOT_FINITE: Final = Sampled(-1)
 
 
 class Engine:
@@ -140,7 +141,16 @@ class Engine:
             QueueFull: if too many requests wait.
         """
         packed = pack_tokens(prompt)
-        check_token_ids(packed, self.model.facts.vocab_size)
+        facts = self.model.facts
+        check_token_ids(packed, facts.vocab_size)
+        if params.prompt_logprobs is not None:
+            raise InvalidRequest("prompt_logprobs is not supported yet", "prompt_logprobs")
+        rules = compile_rules(
+            params,
+            self.tokenizer,
+            eos_token_ids=facts.eos_token_ids,
+            vocab_size=facts.vocab_size,
+        )
         number = next(self._numbers)
         request = Request(
             request_id if request_id is not None else self._new_id(),
@@ -153,10 +163,11 @@ class Engine:
             ),
             seed=params.seed if params.seed is not None else self._seeds.randint(0, MAX_SEED),
             priority=priority,
+            rules=rules,
         )
         if request.request_id in self._streams:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
-        stream = OutputStream(request, self.tokenizer, self.model.facts.eos_token_ids)
+        stream = OutputStream(request, self.tokenizer, facts.eos_token_ids)
         self.scheduler.add(request)
         self._streams[request.request_id] = stream
         return request
@@ -209,7 +220,7 @@ class Engine:
         if failure is not None:  # outside the handler, where no traceback holds on to arrays
             return [self._fail(item.request, failure) for item in batch]
         for item, token in zip(batch, tokens, strict=True):
-            if token != NOT_FINITE:
+            if token is not NOT_FINITE:
                 self._commit(item)
         deltas = [self._deliver(item, token) for item, token in zip(batch, tokens, strict=True)]
         return [delta for delta in deltas if delta is not None]
@@ -222,7 +233,7 @@ class Engine:
                 if request.num_pending_tokens == 0:
                     sequence.rollback(sequence.num_tokens - 1)
 
-    def _compute(self, batch: list[ScheduledRequest]) -> list[int | None]:
+    def _compute(self, batch: list[ScheduledRequest]) -> list[Sampled | None]:
         """Return each request's next token, None if it has not reached it, or NOT_FINITE."""
         inputs = build_inputs(batch, self.cache.block_size, self.model.facts.windows)
         copies = self.cache.pending_copies
@@ -245,30 +256,40 @@ class Engine:
             healthy[i] &= finite
         drawn = [row for row, (i, _, _) in enumerate(sampled) if healthy[i]]
         rows = [self._sampling_row(sampled[row][1].request) for row in drawn]
-        tokens: list[int | None] = [None if ok else NOT_FINITE for ok in healthy]
+        tokens: list[Sampled | None] = [None if ok else NOT_FINITE for ok in healthy]
         for row, token in zip(drawn, self._sampler.sample(logits[drawn], rows), strict=True):
             tokens[sampled[row][0]] = token
         return tokens
 
     @staticmethod
     def _sampling_row(request: Request) -> SamplingRow:
-        return SamplingRow(request.params, request.seed, 0, len(request.tokens))
+        return SamplingRow(
+            request.params,
+            request.seed,
+            0,
+            len(request.tokens),
+            rules=request.rules,
+            tokens=request.tokens,
+            num_prompt_tokens=request.num_prompt_tokens,
+        )
 
     def _commit(self, item: ScheduledRequest) -> None:
         item.sequence.commit()
         item.request.usage.num_computed_tokens += item.num_tokens
         self.scheduler.committed(item.request)
 
-    def _deliver(self, item: ScheduledRequest, token: int | None) -> OutputDelta | None:
+    def _deliver(self, item: ScheduledRequest, token: Sampled | None) -> OutputDelta | None:
         """Give a request its token, and end it if it is over."""
         request = item.request
         if token is None:
             return None
-        if token == NOT_FINITE:
+        if token is NOT_FINITE:
             return self._fail(request, "the model computed values that are not finite")
-        request.append(token)
+        if token.token_id is None:
+            return self._fail(request, "allowed_token_ids, bad_words and min_tokens leave no token")
+        request.append(token.token_id)
         try:
-            delta = self._streams[request.request_id].push(token)
+            delta = self._streams[request.request_id].push(token.token_id, token.logprobs)
         except Exception as error:
             logger.exception("the output of %s cannot be decoded", request)
             return self._fail(request, f"{type(error).__name__}: {error}")

@@ -153,6 +153,9 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def _add(completion: Completion, delta: OutputDelta) -> None:
     completion.text += delta.text
     completion.token_ids.extend(delta.token_ids)
+    if delta.logprobs is not None:
+        completion.logprobs = completion.logprobs or []
+        completion.logprobs.extend(delta.logprobs)
     if delta.finish_reason is not None:
         completion.finish_reason = delta.finish_reason
         completion.stop_reason = delta.stop_reason

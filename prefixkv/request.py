@@ -4,6 +4,7 @@ from array import array
 
 from prefixkv.hashing import Tokens, pack_tokens
 from prefixkv.identity import ModelIdentity
+from prefixkv.logits_rules import LogitsRules
 from prefixkv.outputs import Usage
 from prefixkv.sampling_params import SamplingParams
 from prefixkv.sequence import Sequence
@@ -21,6 +22,7 @@ class Request:
         admission: order of the first admission; None until then.
         seed: of its draws; fixed at submission.
         max_tokens: output tokens at most; resolved at submission.
+        rules: what its parameters ask of logits; the same for all that is generated for it.
         not_before: version of the cache at which it last found no room; None to try at any.
     """
 
@@ -35,6 +37,7 @@ class Request:
         max_tokens: int,
         seed: int = 0,
         priority: int = 0,
+        rules: LogitsRules | None = None,
     ) -> None:
         self.request_id = request_id
         self.tokens = array("i", pack_tokens(prompt))
@@ -45,6 +48,7 @@ class Request:
         self.max_tokens = max_tokens
         self.seed = seed
         self.priority = priority
+        self.rules = rules
         self.admission: int | None = None
         self.sequence: Sequence | None = None
         self.not_before: int | None = None
