@@ -21,6 +21,7 @@ class TokenBytes:
 
     def __init__(self, hf_tokenizer: Any) -> None:
         self._hf = hf_tokenizer
+        self._added = hf_tokenizer.added_tokens_decoder
         decoder = _decoder(hf_tokenizer)
         self._is_byte_level = '"ByteLevel"' in decoder
         self._has_metaspace = '"Metaspace"' in decoder or _METASPACE in decoder
@@ -34,7 +35,7 @@ class TokenBytes:
         return known
 
     def _look_up(self, token_id: int) -> bytes:
-        added = self._hf.added_tokens_decoder.get(token_id)
+        added = self._added.get(token_id)
         if added is not None:
             return str(added.content).encode()
         token = self._hf.convert_ids_to_tokens(token_id)
