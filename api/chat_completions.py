@@ -6,6 +6,7 @@ from starlette.responses import Response
 
 from prefixkv.api.body import parse_object
 from prefixkv.api.endpoint import Job, Shape, answer, read_job
+from prefixkv.api.logprobs import ChatLogprobs
 from prefixkv.api.messages import chat_prompt
 from prefixkv.api.responses import chat_body
 from prefixkv.api.schemas import ChatCompletionRequest, parse_request
@@ -14,7 +15,7 @@ from prefixkv.api.streaming import ChatChunks
 from prefixkv.api.unsupported import UNSUPPORTED_IN_CHATS, refuse_unsupported
 from prefixkv.errors import InvalidRequest
 
-_SHAPE = Shape("chatcmpl", chat_body, ChatChunks)
+_SHAPE = Shape("chatcmpl", chat_body, ChatChunks, ChatLogprobs)
 
 
 def chat_completions_router(service: Service) -> APIRouter:

@@ -6,6 +6,7 @@ from starlette.responses import Response
 
 from prefixkv.api.body import parse_object
 from prefixkv.api.endpoint import Job, Shape, answer, read_job
+from prefixkv.api.logprobs import CompletionLogprobs
 from prefixkv.api.prompts import token_prompts
 from prefixkv.api.responses import completion_body
 from prefixkv.api.schemas import CompletionRequest, parse_request
@@ -13,7 +14,7 @@ from prefixkv.api.service import COMPLETION_MAX_TOKENS, Service
 from prefixkv.api.streaming import CompletionChunks
 from prefixkv.api.unsupported import UNSUPPORTED_IN_COMPLETIONS, refuse_unsupported
 
-_SHAPE = Shape("cmpl", completion_body, CompletionChunks)
+_SHAPE = Shape("cmpl", completion_body, CompletionChunks, CompletionLogprobs)
 
 
 def completions_router(service: Service) -> APIRouter:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -10,7 +11,9 @@ from starlette.responses import Response
 
 from prefixkv.api.body import read_body
 from prefixkv.api.disconnect import unless_disconnected
+from prefixkv.api.engine_interface import Tokenizer
 from prefixkv.api.generation import Deltas, IndexedDelta, collect, generate
+from prefixkv.api.logprobs import LogprobsBody
 from prefixkv.api.request_id import request_id_of
 from prefixkv.api.responses import Envelope, json_response
 from prefixkv.api.schemas import GenerationRequest
@@ -29,8 +32,9 @@ class Shape:
     """How an endpoint dresses what the engine says."""
 
     id_prefix: str
-    body: Callable[[Envelope, Sequence[Completion]], dict[str, Any]]
-    chunks: Callable[[Envelope], Chunks]
+    body: Callable[[Envelope, Sequence[Completion], Callable[[], LogprobsBody]], dict[str, Any]]
+    chunks: Callable[[Envelope, Callable[[], LogprobsBody]], Chunks]
+    logprobs: Callable[[Tokenizer], LogprobsBody]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,16 +73,15 @@ async def answer(service: Service, http_request: Request, job: Job, shape: Shape
     request_id = request_id_of(http_request)
     request_id.adopt(job.request.request_id)
     envelope = Envelope(f"{shape.id_prefix}-{request_id.value}", job.model)
+    logprobs = partial(shape.logprobs, service.engine.tokenizer)
     deltas = generate(service.engine, job.prompts, job.params, job.request, envelope.id)
     if not job.request.stream:
         work = collect(deltas, len(job.prompts))
         completions = await unless_disconnected(http_request.receive, work)
-        return json_response(shape.body(envelope, completions))
+        return json_response(shape.body(envelope, completions, logprobs))
     first = await unless_disconnected(http_request.receive, _first(deltas))
-    source = events(
-        first, deltas, shape.chunks(envelope), includes_usage=job.request.includes_usage
-    )
-    return EventStream(source)
+    chunks = shape.chunks(envelope, logprobs)
+    return EventStream(events(first, deltas, chunks, includes_usage=job.request.includes_usage))
 
 
 async def _first(deltas: Deltas) -> IndexedDelta:

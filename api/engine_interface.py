@@ -1,6 +1,6 @@
 """What the HTTP layer needs from an engine; `prefixkv.async_engine.AsyncEngine` provides it."""
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from prefixkv.outputs import OutputDelta
@@ -8,7 +8,16 @@ from prefixkv.sampling_params import SamplingParams
 
 
 class Tokenizer(Protocol):
-    """Text to token ids; called from several threads at once."""
+    """Text to token ids and back; called from several threads at once."""
+
+    @property
+    def special_token_ids(self) -> Collection[int]:
+        """Tokens that are no part of a text."""
+        ...
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return what the token adds to a text as UTF-8, perhaps half a character."""
+        ...
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of `text`; raises InvalidRequest where it cannot be encoded."""
@@ -44,7 +53,7 @@ class ServingEngine(Protocol):
 
     @property
     def sampling_defaults(self) -> Mapping[str, float | int]:
-        """The model's own temperature, top_k, top_p and min_p, where its authors gave them."""
+        """The model's own temperature, top_k, top_p and the like, where its authors gave them."""
         ...
 
     @property

@@ -8,7 +8,7 @@ from contextlib import aclosing
 from prefixkv.api.engine_interface import ServingEngine
 from prefixkv.api.schemas import GenerationRequest
 from prefixkv.errors import StepFailed
-from prefixkv.outputs import Completion, OutputDelta
+from prefixkv.outputs import Completion, OutputDelta, TokenLogprobs
 from prefixkv.sampling_params import SamplingParams
 
 IndexedDelta = tuple[int, OutputDelta]
@@ -45,10 +45,12 @@ def generate(
 async def collect(deltas: Deltas, num_prompts: int) -> list[Completion]:
     """Run `deltas` to the end and return one completion per prompt."""
     texts: list[list[str]] = [[] for _ in range(num_prompts)]
+    logprobs: list[list[TokenLogprobs]] = [[] for _ in range(num_prompts)]
     completions: list[Completion | None] = [None] * num_prompts
     async with aclosing(deltas):
         async for index, delta in deltas:
             texts[index].append(delta.text)
+            logprobs[index].extend(delta.logprobs or ())
             if delta.finish_reason is not None:
                 completions[index] = Completion(
                     request_id=delta.request_id,
@@ -57,6 +59,7 @@ async def collect(deltas: Deltas, num_prompts: int) -> list[Completion]:
                     finish_reason=delta.finish_reason,
                     usage=delta.usage,
                     stop_reason=delta.stop_reason,
+                    logprobs=logprobs[index] if delta.logprobs is not None else None,
                 )
     finished = [completion for completion in completions if completion is not None]
     assert len(finished) == num_prompts, "the merged stream checks that each prompt finished"

@@ -2,13 +2,14 @@
 
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
 
 from starlette.responses import Response
 
+from prefixkv.api.logprobs import LogprobsBody
 from prefixkv.outputs import Completion, Usage
 
 SYSTEM_FINGERPRINT = f"prefixkv-{version('prefixkv')}"
@@ -63,22 +64,26 @@ def usage_body(usages: Iterable[Usage]) -> dict[str, Any]:
     }
 
 
-def completion_body(envelope: Envelope, completions: Sequence[Completion]) -> dict[str, Any]:
-    """Return the body of POST /v1/completions."""
+def completion_body(
+    envelope: Envelope, completions: Sequence[Completion], logprobs: Callable[[], LogprobsBody]
+) -> dict[str, Any]:
+    """Return the body of POST /v1/completions; `logprobs` makes an encoder for each choice."""
     choices = [
-        {"index": index, "text": completion.text, **_ending(completion)}
+        {"index": index, "text": completion.text, **_ending(completion, logprobs())}
         for index, completion in enumerate(completions)
     ]
     return _body(envelope.head("text_completion"), choices, completions)
 
 
-def chat_body(envelope: Envelope, completions: Sequence[Completion]) -> dict[str, Any]:
-    """Return the body of POST /v1/chat/completions."""
+def chat_body(
+    envelope: Envelope, completions: Sequence[Completion], logprobs: Callable[[], LogprobsBody]
+) -> dict[str, Any]:
+    """Return the body of POST /v1/chat/completions; `logprobs` as for completions."""
     choices = [
         {
             "index": index,
             "message": {"role": "assistant", "content": completion.text, "refusal": None},
-            **_ending(completion),
+            **_ending(completion, logprobs()),
         }
         for index, completion in enumerate(completions)
     ]
@@ -92,9 +97,10 @@ def _body(
     return {**head, "choices": choices, "usage": usage}
 
 
-def _ending(completion: Completion) -> dict[str, Any]:
+def _ending(completion: Completion, logprobs: LogprobsBody) -> dict[str, Any]:
+    entries = completion.logprobs
     return {
-        "logprobs": None,
+        "logprobs": logprobs(entries) if entries is not None else None,
         "finish_reason": completion.finish_reason,
         "stop_reason": completion.stop_reason,
     }

@@ -9,6 +9,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from prefixkv.errors import InvalidRequest
+from prefixkv.sampling_params import MAX_LOGPROBS
 
 MAX_INT = 2**63 - 1
 
@@ -21,12 +22,28 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+def _unless_false(value: Any) -> Any:
+    # some clients write false where OpenAI's completions take null or a number
+    return None if value is False else value
+
+
+def _by_id(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    # JSON has strings as keys only; what is no number stays one, and is refused as such
+    return {int(key) if key.isdecimal() and len(key) < 20 else key: v for key, v in value.items()}
+
+
 def _listed(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
 Int = Annotated[int, BeforeValidator(_whole), Field(ge=-MAX_INT, le=MAX_INT)]
 TokenBudget = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=MAX_INT)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+NumLogprobs = Annotated[int, BeforeValidator(_whole), Field(ge=0, le=MAX_LOGPROBS)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+LogitBias = Annotated[dict[int, Bias], BeforeValidator(_by_id)]
 Strings = Annotated[list[str], BeforeValidator(_listed)]
 CacheSalt = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[^\x00]*$")]
 
@@ -49,11 +66,19 @@ class GenerationRequest(BaseModel):
     top_p: float | None = None
     top_k: Int | None = None
     min_p: float | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: float | None = None
+    logit_bias: LogitBias | None = None
+    allowed_token_ids: list[Int] | None = None
+    bad_words: Strings | None = None
     seed: Int | None = None
     max_tokens: TokenBudget | None = None
     max_completion_tokens: TokenBudget | None = None
+    min_tokens: Int | None = None
     stop: Strings | None = None
     stop_token_ids: list[Int] | None = None
+    include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -67,12 +92,28 @@ class GenerationRequest(BaseModel):
         """Whether the stream ends with a chunk that holds nothing but usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
+    @property
+    def num_logprobs(self) -> int | None:
+        """Likeliest tokens to tell of at each position; None to tell of no log-probability."""
+        return None
+
+    def check(self) -> None:
+        """Raise InvalidRequest if fields contradict each other."""
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options needs stream: true.", "stream_options")
+
 
 class CompletionRequest(GenerationRequest):
     """Body of POST /v1/completions; `prompt` has four shapes, told apart in `prompts`."""
 
     prompt: Any = None
     add_special_tokens: bool | None = None
+    logprobs: Annotated[NumLogprobs | None, BeforeValidator(_unless_false)] = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Likeliest tokens to tell of besides the chosen one."""
+        return self.logprobs
 
 
 class ChatCompletionRequest(GenerationRequest):
@@ -82,6 +123,19 @@ class ChatCompletionRequest(GenerationRequest):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    logprobs: bool | None = None
+    top_logprobs: NumLogprobs | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Likeliest tokens to tell of, if log-probabilities are wanted at all."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def check(self) -> None:
+        """Raise InvalidRequest if fields contradict each other."""
+        super().check()
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs: true.", "top_logprobs")
 
 
 RequestT = TypeVar("RequestT", bound=GenerationRequest)
@@ -97,8 +151,7 @@ def parse_request(schema: type[RequestT], body: dict[str, Any]) -> RequestT:
         request = schema.model_validate(body)
     except ValidationError as error:
         raise _first_error(error) from None
-    if request.stream_options is not None and not request.stream:
-        raise InvalidRequest("stream_options needs stream: true.", "stream_options")
+    request.check()
     return request
 
 

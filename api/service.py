@@ -13,7 +13,7 @@ from prefixkv.sampling_params import SamplingParams
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for completions; a chat in contrast goes on to its own end."""
 
-_DEFAULTED = ("temperature", "top_p", "top_k", "min_p")
+_DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,11 +57,20 @@ class Service:
         inherited = {name: defaults[name] for name in _DEFAULTED if name in defaults}
         stop_token_ids = tuple(request.stop_token_ids or ())
         require_token_ids(stop_token_ids, "stop_token_ids", self.engine.vocab_size)
+        allowed = request.allowed_token_ids
         return SamplingParams(
             **(inherited | chosen),
+            presence_penalty=request.presence_penalty or 0.0,
+            frequency_penalty=request.frequency_penalty or 0.0,
+            logit_bias=request.logit_bias or {},
+            allowed_token_ids=tuple(allowed) if allowed is not None else None,
+            bad_words=tuple(request.bad_words or ()),
             seed=request.seed,
             max_tokens=request.max_completion_tokens or request.max_tokens or default_max_tokens,
+            min_tokens=request.min_tokens or 0,
             stop=tuple(request.stop or ()),
             stop_token_ids=stop_token_ids,
+            include_stop_str_in_output=bool(request.include_stop_str_in_output),
             ignore_eos=bool(request.ignore_eos),
+            logprobs=request.num_logprobs,
         )

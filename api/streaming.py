@@ -1,7 +1,8 @@
 """Server-sent events: deltas as chunks, errors inside a stream, and its end."""
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
 from typing import ClassVar
 
@@ -12,18 +13,24 @@ from starlette.types import Receive, Scope, Send
 from prefixkv.api.disconnect import unless_disconnected
 from prefixkv.api.errors import describe
 from prefixkv.api.generation import Deltas, IndexedDelta
+from prefixkv.api.logprobs import LogprobsBody
 from prefixkv.api.responses import Envelope, dump_json, usage_body
-from prefixkv.outputs import OutputDelta, Usage
+from prefixkv.outputs import OutputDelta, TokenLogprobs, Usage
 
 DONE = b"data: [DONE]\n\n"
 
 
 class Chunks(ABC):
-    """Encodes the chunks of one response; what they share is encoded once."""
+    """Encodes the chunks of one response; what they share is encoded once.
+
+    Args:
+        logprobs: makes the encoder of the log-probabilities of one choice.
+    """
 
     object_: ClassVar[str]
 
-    def __init__(self, envelope: Envelope) -> None:
+    def __init__(self, envelope: Envelope, logprobs: Callable[[], LogprobsBody]) -> None:
+        self._logprobs: defaultdict[int, LogprobsBody] = defaultdict(logprobs)
         self._head = "data: " + dump_json(envelope.head(self.object_))[:-1] + ',"choices":['
 
     @abstractmethod
@@ -34,22 +41,32 @@ class Chunks(ABC):
     def _content(self, text: str) -> str:
         """Return the JSON member that carries `text`."""
 
-    def text(self, index: int, text: str) -> bytes:
-        """Return a chunk with more text."""
-        return self._chunk(index, self._content(text), "null")
+    def more(self, index: int, delta: OutputDelta) -> bytes:
+        """Return a chunk with what `delta` adds, which may be nothing."""
+        if not delta.text and not delta.logprobs:
+            return b""
+        return self._chunk(index, self._content(delta.text), "null", delta.logprobs)
 
     def finish(self, index: int, delta: OutputDelta, usage: str | None) -> bytes:
         """Return the last chunk of a choice, with `usage` as JSON unless it is None."""
         reasons = f'"{delta.finish_reason}","stop_reason":{dump_json(delta.stop_reason)}'
         tail = f',"usage":{usage}' if usage is not None else ""
-        return self._chunk(index, self._content(delta.text), reasons, tail)
+        return self._chunk(index, self._content(delta.text), reasons, delta.logprobs, tail)
 
     def usage(self, usage: str) -> bytes:
         """Return the chunk that holds nothing but `usage`, as JSON."""
         return f'{self._head}],"usage":{usage}}}\n\n'.encode()
 
-    def _chunk(self, index: int, content: str, reasons: str, tail: str = "") -> bytes:
-        choice = f'{{"index":{index},{content},"logprobs":null,"finish_reason":{reasons}}}'
+    def _chunk(
+        self,
+        index: int,
+        content: str,
+        reasons: str,
+        entries: Sequence[TokenLogprobs] | None = None,
+        tail: str = "",
+    ) -> bytes:
+        told = "null" if entries is None else dump_json(self._logprobs[index](entries))
+        choice = f'{{"index":{index},{content},"logprobs":{told},"finish_reason":{reasons}}}'
         return f"{self._head}{choice}]{tail}}}\n\n".encode()
 
 
@@ -112,7 +129,7 @@ def _event(
     if delta.finish_reason is not None:
         usage = dump_json(usage_body(usages.values())) if usage_at_finish else None
         return opening + chunks.finish(index, delta, usage)
-    return opening + chunks.text(index, delta.text) if delta.text else opening
+    return opening + chunks.more(index, delta)
 
 
 class EventStream(Response):

@@ -47,13 +47,6 @@ _SHARED: dict[str, _Neutral] = {
     "use_beam_search": _is_false,
     "echo": _is_false,
     "suffix": _is_empty,
-    "logit_bias": _is_empty,
-    "presence_penalty": _equals(0),
-    "frequency_penalty": _equals(0),
-    "repetition_penalty": _equals(1),
-    "min_tokens": _equals(0),
-    "bad_words": _is_empty,
-    "allowed_token_ids": _never,
     "prompt_logprobs": _never,
     "response_format": _is_plain_text,
     "structured_outputs": _never,
@@ -67,22 +60,16 @@ _SHARED: dict[str, _Neutral] = {
     "logits_processors": _is_empty,
     "truncate_prompt_tokens": _never,
     "prompt_embeds": _never,
-    "include_stop_str_in_output": _is_false,
     "skip_special_tokens": _is_true,
     "return_token_ids": _is_false,
     "return_tokens_as_token_ids": _is_false,
 }
 
-UNSUPPORTED_IN_COMPLETIONS: Mapping[str, _Neutral] = MappingProxyType(
-    # 0 asks for the log-probability of each chosen token here
-    _SHARED | {"logprobs": _is_false}
-)
+UNSUPPORTED_IN_COMPLETIONS: Mapping[str, _Neutral] = MappingProxyType(_SHARED)
 
 UNSUPPORTED_IN_CHATS: Mapping[str, _Neutral] = MappingProxyType(
     _SHARED
     | {
-        "logprobs": _is_false,
-        "top_logprobs": _equals(0),
         "tools": _never,
         "tool_choice": lambda value: value == "none",
         "functions": _never,

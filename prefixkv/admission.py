@@ -3,6 +3,7 @@
 import numpy as np
 
 from prefixkv.errors import ContextLengthExceeded, InvalidRequest
+from prefixkv.sampling_params import SamplingParams
 
 
 def check_token_ids(packed: bytes, vocab_size: int) -> None:
@@ -40,3 +41,25 @@ def resolve_max_tokens(
     if wanted is not None:
         return wanted
     return max(1, min(left, pool_tokens + 1 - num_prompt_tokens))  # the last is not written
+
+
+def refuse_beside_beams(params: SamplingParams) -> None:
+    """Refuse what a beam search does not do.
+
+    Raises:
+        InvalidRequest: naming the field.
+    """
+    unlike = {
+        "presence_penalty": params.presence_penalty != 0,
+        "frequency_penalty": params.frequency_penalty != 0,
+        "repetition_penalty": params.repetition_penalty != 1,
+        "logit_bias": bool(params.logit_bias),
+        "allowed_token_ids": params.allowed_token_ids is not None,
+        "bad_words": bool(params.bad_words),
+        "min_tokens": params.min_tokens > 0,
+        "stop": bool(params.stop),
+        "logprobs": params.logprobs is not None,
+    }
+    for name, is_set in unlike.items():
+        if is_set:
+            raise InvalidRequest(f"{name} cannot be combined with use_beam_search", name)

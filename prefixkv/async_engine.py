@@ -59,7 +59,7 @@ class AsyncEngine:
 
     @property
     def sampling_defaults(self) -> Mapping[str, float]:
-        """What the model's makers set of temperature, top_k, top_p and min_p."""
+        """What the model's makers set of temperature, top_k, top_p and the like."""
         return self.engine.model.facts.sampling_defaults
 
     @property
@@ -97,7 +97,7 @@ class AsyncEngine:
         cache_salt: str | None = None,
         priority: int = 0,
     ) -> AsyncIterator[OutputDelta]:
-        """Yield the deltas of a request, the last of which has a finish reason.
+        """Yield the deltas of a request; the last of each of its `n` outputs has a finish reason.
 
         Closing or cancelling the iterator aborts the request.
 
@@ -115,15 +115,15 @@ class AsyncEngine:
                     prompt, params, request_id=key, cache_salt=cache_salt, priority=priority
                 )
             )
-            while True:
+            num_open = params.n
+            while num_open:
                 delta = await inbox.get()
                 if isinstance(delta, Exception):
                     raise delta
                 if delta.finish_reason == "error":
                     raise StepFailed(delta.error)
+                num_open -= delta.finish_reason is not None
                 yield delta
-                if delta.finish_reason is not None:
-                    return
         finally:
             del self._inboxes[key]
             # a no-op for one that has ended; in order after the add, whatever became of that

@@ -35,40 +35,49 @@ class Detokenizer:
     """The text of one growing output, cut at the first stop string.
 
     The texts that `push` and `flush` return add up to what decoding all the tokens at once gives,
-    cut before the stop string that is complete first; it does not matter where tokens end.
+    cut at the stop string that is complete first; it does not matter where tokens end.
 
     Args:
         tokenizer: turns ids into text.
-        stop: non-empty strings that end the text and are not part of it.
+        stop: non-empty strings that end the text.
         context: the last few tokens before the output, where it continues a text rather than
             starting one: they decide about its first space.
+        stop_included: the text is cut after the stop string rather than before it.
     """
 
     def __init__(
-        self, tokenizer: TokenDecoder, stop: Sequence[str] = (), context: Sequence[int] = ()
+        self,
+        tokenizer: TokenDecoder,
+        stop: Sequence[str] = (),
+        context: Sequence[int] = (),
+        *,
+        stop_included: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
         self._special = tokenizer.special_token_ids
-        self._stop = StopStrings(stop)
+        self._stop = StopStrings(stop, included=stop_included)
         self._pending: list[int] = []
         self._num_out = 0  # characters of the pending text that are out already
         self._set_context([token for token in context if token not in self._special])
 
-    def push(self, token_id: int) -> tuple[str, str | None]:
+    def push(self, token_id: int, *, may_stop: bool = True) -> tuple[str, str | None]:
         """Add a token; return the text that is now certain, and the stop string if one is complete.
 
         Text that may become a stop string is held back. Requires: no stop string was found yet.
+
+        Args:
+            may_stop: whether the token may complete a stop string; if not, it is plain text.
         """
         if token_id in self._special:
             return "", None
         self._pending.append(token_id)
-        return self._stop.push(self._take_finished())
+        return self._stop.push(self._take_finished(), may_stop=may_stop)
 
-    def flush(self) -> str:
+    def flush(self, *, may_stop: bool = True) -> str:
         """Return what was held back. Requires: no stop string was found; nothing follows."""
         rest = self._pending_text()[self._num_out :]
         self._pending, self._num_out = [], 0
-        text, found = self._stop.push(rest)
+        text, found = self._stop.push(rest, may_stop=may_stop)
         return text if found else text + self._stop.flush()
 
     def _take_finished(self) -> str:

@@ -7,13 +7,14 @@ finite, and belongs to the weights of now; a step that fails publishes nothing.
 import itertools
 import logging
 import random
+from collections import Counter
 from dataclasses import asdict, replace
-from typing import Final, cast
+from typing import Final, Literal, cast
 
 import numpy as np
 import torch
 
-from prefixkv.admission import check_token_ids, resolve_max_tokens
+from prefixkv.admission import check_token_ids, refuse_beside_beams, resolve_max_tokens
 from prefixkv.attention_step import StepAttention
 from prefixkv.config import EngineConfig
 from prefixkv.errors import (
@@ -26,21 +27,25 @@ from prefixkv.hashing import Tokens, pack_tokens
 from prefixkv.identity import ModelIdentity
 from prefixkv.kernels.backend import AttentionBackend, BackendName, get_backend
 from prefixkv.kv_cache import KVCache
+from prefixkv.logits_rules import compile_rules
 from prefixkv.model import LanguageModel, ModelFacts
-from prefixkv.output_stream import OutputStream
 from prefixkv.outputs import OutputDelta
 from prefixkv.prefix_cache import PrefixCache
-from prefixkv.request import Request
-from prefixkv.sampling import Sampler, SamplingRow
+from prefixkv.request import Branch, Request
+from prefixkv.request_output import RequestOutput
+from prefixkv.sampling import Sampled, Sampler, SamplingRow
 from prefixkv.sampling_params import MAX_SEED, SamplingParams
-from prefixkv.scheduler import ScheduledRequest, Scheduler
+from prefixkv.scheduler import ScheduledBranch, Scheduler
 from prefixkv.sizing import cache_shape, choose_num_blocks, describe
 from prefixkv.step_inputs import StepInputs, build_inputs
 from prefixkv.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-NOT_FINITE: Final = -1
+NOT_FINITE: Final = "not finite"
+
+StepResult = list[Sampled] | torch.Tensor | Literal["not finite"] | None
+"""Of one branch: the tokens drawn, the logits for a beam search, or why there are none."""
 
 
 class Engine:
@@ -83,7 +88,7 @@ class Engine:
         self.num_steps = 0
         self.num_computed_tokens = 0
         self._sampler = Sampler()
-        self._streams: dict[str, OutputStream] = {}
+        self._outputs: dict[str, RequestOutput] = {}
         self._numbers = itertools.count()
         self._ids = itertools.count()
         self._seeds = random.Random(config.seed)
@@ -140,7 +145,18 @@ class Engine:
             QueueFull: if too many requests wait.
         """
         packed = pack_tokens(prompt)
-        check_token_ids(packed, self.model.facts.vocab_size)
+        facts = self.model.facts
+        check_token_ids(packed, facts.vocab_size)
+        if params.use_beam_search:
+            refuse_beside_beams(params)
+        if params.prompt_logprobs is not None:
+            raise InvalidRequest("prompt_logprobs is not supported yet", "prompt_logprobs")
+        rules = compile_rules(
+            params,
+            self.tokenizer,
+            eos_token_ids=facts.eos_token_ids,
+            vocab_size=facts.vocab_size,
+        )
         number = next(self._numbers)
         request = Request(
             request_id if request_id is not None else self._new_id(),
@@ -153,29 +169,31 @@ class Engine:
             ),
             seed=params.seed if params.seed is not None else self._seeds.randint(0, MAX_SEED),
             priority=priority,
+            rules=rules,
         )
-        if request.request_id in self._streams:
+        if request.request_id in self._outputs:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
-        stream = OutputStream(request, self.tokenizer, self.model.facts.eos_token_ids)
         self.scheduler.add(request)
-        self._streams[request.request_id] = stream
+        self._outputs[request.request_id] = RequestOutput(
+            request, self.tokenizer, facts.eos_token_ids
+        )
         return request
 
     def _new_id(self) -> str:
         ids = (f"request-{number}" for number in self._ids)
-        return next(request_id for request_id in ids if request_id not in self._streams)
+        return next(request_id for request_id in ids if request_id not in self._outputs)
 
     def abort(self, request_id: str) -> bool:
         """End a request without another delta; False if there is none of that id."""
-        stream = self._streams.pop(request_id, None)
-        if stream is None:
+        output = self._outputs.pop(request_id, None)
+        if output is None:
             return False
-        self.scheduler.finish(stream.request)
+        self.scheduler.finish(output.request)
         return True
 
     def abort_all(self) -> None:
         """End all requests without another delta."""
-        for request_id in list(self._streams):
+        for request_id in list(self._outputs):
             self.abort(request_id)
 
     def _identity_for(self, salt: str | None) -> ModelIdentity:
@@ -199,31 +217,46 @@ class Engine:
             self._take_back(batch)
             raise
 
-    def _run(self, batch: list[ScheduledRequest]) -> list[OutputDelta]:
+    def _run(self, batch: list[ScheduledBranch]) -> list[OutputDelta]:
         failure: str | None = None
         try:
-            tokens = self._compute(batch)
+            results = self._compute(batch)
         except Exception as error:
-            logger.exception("a step of %d requests failed", len(batch))
+            logger.exception("a step of %d branches failed", len(batch))
             failure = f"{type(error).__name__}: {error}"
         if failure is not None:  # outside the handler, where no traceback holds on to arrays
-            return [self._fail(item.request, failure) for item in batch]
-        for item, token in zip(batch, tokens, strict=True):
-            if token != NOT_FINITE:
-                self._commit(item)
-        deltas = [self._deliver(item, token) for item, token in zip(batch, tokens, strict=True)]
-        return [delta for delta in deltas if delta is not None]
+            return self._fail_all({item.branch.request: failure for item in batch})
+        sick = {
+            item.branch.request: "the model computed values that are not finite"
+            for item, result in zip(batch, results, strict=True)
+            if result is NOT_FINITE
+        }
+        well = [i for i, item in enumerate(batch) if item.branch.request not in sick]
+        for i in well:
+            self._commit(batch[i])
+        deltas = self._fail_all(sick)
+        for i in well:
+            deltas += self._deliver(batch[i].branch, results[i])
+        return deltas + self._advance_searches([batch[i] for i in well], results, well)
 
-    def _take_back(self, batch: list[ScheduledRequest]) -> None:
+    def _take_back(self, batch: list[ScheduledBranch]) -> None:
         """Undo what was scheduled and not computed, or computed without its token being drawn."""
-        for request, sequence in ((item.request, item.sequence) for item in batch):
-            if request.sequence is sequence:
-                sequence.discard()
-                if request.num_pending_tokens == 0:
-                    sequence.rollback(sequence.num_tokens - 1)
+        for branch, sequence in ((item.branch, item.sequence) for item in batch):
+            if branch.sequence is not sequence:
+                continue
+            if branch.request.in_lockstep:  # who goes on from whom may be half done
+                self.scheduler.preempt(branch)
+                continue
+            sequence.discard()
+            if branch.num_pending_tokens == 0:
+                sequence.rollback(sequence.num_tokens - 1)
 
-    def _compute(self, batch: list[ScheduledRequest]) -> list[int | None]:
-        """Return each request's next token, None if it has not reached it, or NOT_FINITE."""
+    def _compute(self, batch: list[ScheduledBranch]) -> list[StepResult]:
+        """Return for each branch its next tokens, or its logits if a beam search wants them.
+
+        None if it has not reached its last token; NOT_FINITE if K, V or its logits are not finite.
+        A branch that others are to be forked from gets the first tokens of all of them.
+        """
         inputs = build_inputs(batch, self.cache.block_size, self.model.facts.windows)
         copies = self.cache.pending_copies
         self.kv_cache.copy_blocks(
@@ -238,48 +271,114 @@ class Engine:
         )
         self.num_computed_tokens += len(inputs.token_ids)
         assert attention.finite_rows is not None
-        healthy = _all_by_request(attention.finite_rows, inputs)
-        finite_logits = iter(torch.isfinite(logits).all(dim=-1).tolist())
-        sampled = [(i, item, next(finite_logits)) for i, item in enumerate(batch) if item.samples]
-        for i, _, finite in sampled:
-            healthy[i] &= finite
-        drawn = [row for row, (i, _, _) in enumerate(sampled) if healthy[i]]
-        rows = [self._sampling_row(sampled[row][1].request) for row in drawn]
-        tokens: list[int | None] = [None if ok else NOT_FINITE for ok in healthy]
-        for row, token in zip(drawn, self._sampler.sample(logits[drawn], rows), strict=True):
-            tokens[sampled[row][0]] = token
-        return tokens
+        healthy = _all_by_branch(attention.finite_rows, inputs)
+        finite_logits = torch.isfinite(logits).all(dim=-1).tolist()
+        results: list[StepResult] = [None if ok else NOT_FINITE for ok in healthy]
+        rows: list[SamplingRow] = []
+        places: list[tuple[int, int]] = []  # of each row: in `logits`, in `batch`
+        sampling = [i for i, item in enumerate(batch) if item.samples]
+        for place, i in enumerate(sampling):
+            if not healthy[i] or not finite_logits[place]:
+                results[i] = NOT_FINITE
+            elif batch[i].branch.request.in_lockstep:
+                results[i] = logits[place]
+            else:
+                drawn = self._sampling_rows(batch[i].branch)
+                rows += drawn
+                places += [(place, i)] * len(drawn)
+        sampled = self._sampler.sample(logits[[place for place, _ in places]], rows)
+        for (_, i), token in zip(places, sampled, strict=True):
+            tokens = results[i]
+            results[i] = [*tokens, token] if isinstance(tokens, list) else [token]
+        return results
 
-    @staticmethod
-    def _sampling_row(request: Request) -> SamplingRow:
-        return SamplingRow(request.params, request.seed, 0, len(request.tokens))
+    def _sampling_rows(self, branch: Branch) -> list[SamplingRow]:
+        """One draw; or, where the prompt ends, one for each branch that goes on from there."""
+        request = branch.request
+        return [
+            SamplingRow(
+                request.params,
+                request.seed,
+                index,
+                branch.num_tokens,
+                rules=request.rules,
+                tokens=branch.tokens,
+                num_prompt_tokens=request.num_prompt_tokens,
+                wants_logprob=request.params.is_ranked,
+            )
+            for index in (branch.index, *_missing_branches(branch))
+        ]
 
-    def _commit(self, item: ScheduledRequest) -> None:
+    def _commit(self, item: ScheduledBranch) -> None:
         item.sequence.commit()
-        item.request.usage.num_computed_tokens += item.num_tokens
-        self.scheduler.committed(item.request)
+        item.branch.request.usage.num_computed_tokens += item.num_tokens
+        self.scheduler.committed(item.branch)
 
-    def _deliver(self, item: ScheduledRequest, token: int | None) -> OutputDelta | None:
-        """Give a request its token, and end it if it is over."""
-        request = item.request
-        if token is None:
-            return None
-        if token == NOT_FINITE:
-            return self._fail(request, "the model computed values that are not finite")
-        request.append(token)
+    def _deliver(self, branch: Branch, result: StepResult) -> list[OutputDelta]:
+        """Give a branch its token; fork the others of its request first, where the prompt ends."""
+        if not isinstance(result, list):
+            return []
+        branches = [branch]
+        branches += [self.scheduler.fork(branch, index) for index in _missing_branches(branch)]
+        deltas: list[OutputDelta] = []
+        for each, sampled in zip(branches, result, strict=True):
+            if each.request.request_id in self._outputs:  # a sibling may have failed just now
+                deltas += self._append(each, sampled)
+        return deltas
+
+    def _append(self, branch: Branch, sampled: Sampled) -> list[OutputDelta]:
+        """Give a branch its token, and end it if it is over."""
+        request = branch.request
+        if sampled.token_id is None:
+            nothing = "allowed_token_ids, bad_words and min_tokens leave no token"
+            return self._fail_all({request: nothing})
+        output = self._outputs[request.request_id]
+        branch.append(sampled.token_id)
         try:
-            delta = self._streams[request.request_id].push(token)
+            deltas, is_over = output.push(branch, sampled.token_id, sampled.logprobs)
         except Exception as error:
-            logger.exception("the output of %s cannot be decoded", request)
-            return self._fail(request, f"{type(error).__name__}: {error}")
-        if delta.finish_reason is not None:
+            logger.exception("the output of %s cannot be decoded", branch)
+            return self._fail_all({request: f"{type(error).__name__}: {error}"})
+        if is_over:
+            self.scheduler.finish_branch(branch)
+        if not request.branches:
+            if request.params.is_ranked:
+                deltas = output.ranked_samples()
             self.abort(request.request_id)
-        return delta
+        return deltas
 
-    def _fail(self, request: Request, error: str) -> OutputDelta:
-        delta = self._streams[request.request_id].fail(error)
-        self.abort(request.request_id)
-        return delta
+    def _advance_searches(
+        self, items: list[ScheduledBranch], results: list[StepResult], places: list[int]
+    ) -> list[OutputDelta]:
+        """Let each beam search choose who goes on, from the logits of all its beams."""
+        rows: dict[Request, list[torch.Tensor]] = {}
+        for item, place in zip(items, places, strict=True):
+            row = results[place]
+            if isinstance(row, torch.Tensor):
+                rows.setdefault(item.branch.request, []).append(row)
+        deltas: list[OutputDelta] = []
+        for request, logits in rows.items():
+            output = self._outputs[request.request_id]
+            search = output.search
+            if search is None or request.branches[0].num_output_tokens == 0:
+                search = output.begin_search()
+            scores = torch.stack(logits)
+            scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+            goes_on = search.advance(scores.log_softmax(dim=-1))
+            if search.is_done:
+                deltas += output.beams(search.hypotheses())
+                self.abort(request.request_id)
+            else:
+                self.scheduler.branch_out(request, goes_on)
+        return deltas
+
+    def _fail_all(self, errors: dict[Request, str]) -> list[OutputDelta]:
+        """End requests with an error each."""
+        deltas = []
+        for request, error in errors.items():
+            deltas.append(self._outputs[request.request_id].fail(error))
+            self.abort(request.request_id)
+        return deltas
 
     # -- the cache -------------------------------------------------------------------------------
 
@@ -316,12 +415,12 @@ class Engine:
     def check_invariants(self) -> None:
         """Check the books of the scheduler and the cache; O(blocks)."""
         self.scheduler.check_invariants()
-        requests = {stream.request for stream in self._streams.values()}
-        twins = {twin for waiting in self.scheduler.twins.values() for _, twin in waiting}
-        queued = twins.union(self.scheduler.running, self.scheduler.waiting)
-        if requests != queued:
+        branches = [b for output in self._outputs.values() for b in output.request.branches]
+        twins = [twin for waiting in self.scheduler.twins.values() for _, twin in waiting]
+        queued = [*twins, *self.scheduler.running, *self.scheduler.waiting]
+        if Counter(branches) != Counter(queued):
             raise InvariantViolation(
-                f"engine: {len(requests)} outputs are open, {len(queued)} requests are queued"
+                f"engine: {len(branches)} branches are open, {len(queued)} are queued"
             )
 
 
@@ -337,8 +436,17 @@ def choose_backend(facts: ModelFacts, name: str) -> AttentionBackend:
     return backend
 
 
-def _all_by_request(rows: torch.Tensor, inputs: StepInputs) -> list[bool]:
-    """Whether all rows of each request are true."""
+def _missing_branches(branch: Branch) -> list[int]:
+    """Indices of the branches that are to be forked from this one, whose prompt is computed."""
+    request = branch.request
+    if branch.index or branch.num_output_tokens:
+        return []
+    there = {other.index for other in request.branches}
+    return [i for i in range(request.params.num_branches) if i not in there]
+
+
+def _all_by_branch(rows: torch.Tensor, inputs: StepInputs) -> list[bool]:
+    """Whether all rows of each branch are true."""
     starts = np.concatenate(([0], inputs.row_ends[:-1]))
     whole: list[bool] = np.logical_and.reduceat(rows.cpu().numpy(), starts).tolist()
     return whole

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from prefixkv.config import DEFAULT_MODEL, EngineConfig
 from prefixkv.engine import Engine
 from prefixkv.errors import InvalidRequest, StepFailed
-from prefixkv.outputs import Completion, OutputDelta
+from prefixkv.outputs import BranchOutput, Completion, OutputDelta
 from prefixkv.sampling_params import SamplingParams
 
 Chat = Sequence[Mapping[str, Any]]
@@ -71,8 +71,8 @@ class LLM:
                 completions.append(self._submit(prompt, one))
             with _progress(len(batch), shown=use_tqdm) as advance:
                 for completion in completions:
-                    for delta in self._deltas(completion.request_id):
-                        _add(completion, delta)
+                    for delta in self._deltas(completion.request_id, len(completion.outputs)):
+                        completion.outputs[delta.index].add(delta)
                     advance()
         finally:
             for completion in completions:
@@ -80,12 +80,15 @@ class LLM:
         return completions
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[OutputDelta]:
-        """Yield the deltas of one prompt as they come; closing the iterator aborts it."""
-        request_id = self._submit(prompt, self._params_for(1, params)[0]).request_id
+        """Yield the deltas of one prompt as they come; closing the iterator aborts it.
+
+        With n > 1 they are of several outputs, mixed; `index` says of which.
+        """
+        completion = self._submit(prompt, self._params_for(1, params)[0])
         try:
-            yield from self._deltas(request_id)
+            yield from self._deltas(completion.request_id, len(completion.outputs))
         finally:
-            self._end(request_id)
+            self._end(completion.request_id)
 
     def tokenize(self, prompt: Prompt) -> list[int]:
         """Return the token ids of a prompt; a chat goes through the model's template."""
@@ -112,17 +115,15 @@ class LLM:
         self._unread[request.request_id] = deque()
         return Completion(
             request_id=request.request_id,
-            text="",
-            token_ids=[],
-            finish_reason="abort",
             usage=request.usage,
+            outputs=[BranchOutput(index) for index in range(params.n)],
             prompt_token_ids=token_ids,
         )
 
-    def _deltas(self, request_id: str) -> Iterator[OutputDelta]:
+    def _deltas(self, request_id: str, num_open: int) -> Iterator[OutputDelta]:
         """Yield the deltas of a request, running steps whenever there is none to read."""
         unread = self._unread[request_id]
-        while True:
+        while num_open:
             while not unread:
                 for delta in self.engine.step():
                     if delta.request_id in self._unread:
@@ -130,9 +131,8 @@ class LLM:
             delta = unread.popleft()
             if delta.finish_reason == "error":
                 raise StepFailed(delta.error)
+            num_open -= delta.finish_reason is not None
             yield delta
-            if delta.finish_reason is not None:
-                return
 
     def _end(self, request_id: str) -> None:
         """Forget a request; abort it if it still runs."""
@@ -148,14 +148,6 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int | Mapping)):
         return [prompts]  # type: ignore[list-item] # narrowed by the line above
     return list(prompts)  # type: ignore[arg-type] # likewise
-
-
-def _add(completion: Completion, delta: OutputDelta) -> None:
-    completion.text += delta.text
-    completion.token_ids.extend(delta.token_ids)
-    if delta.finish_reason is not None:
-        completion.finish_reason = delta.finish_reason
-        completion.stop_reason = delta.stop_reason
 
 
 @contextlib.contextmanager

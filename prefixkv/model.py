@@ -22,7 +22,7 @@ _DTYPES = {
 }
 # what a config says about its file rather than about the function it describes
 _VOLATILE = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"}
-_SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p")
+_SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 # rotary embeddings that look at the longest sequence in the batch beyond the original context
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
@@ -37,7 +37,8 @@ class ModelFacts:
         max_context: prompt and output tokens of one sequence, at most.
         config_digest: SHA-256 of the config without what changes no result.
         weights_fingerprint: 16 bytes over the weights.
-        sampling_defaults: what the model's makers set of temperature, top_k, top_p and min_p.
+        sampling_defaults: what the model's makers set of temperature, top_k, top_p, min_p and
+            repetition_penalty.
     """
 
     num_layers: int

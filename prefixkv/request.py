@@ -2,8 +2,10 @@
 
 from array import array
 
+from prefixkv.block import Block
 from prefixkv.hashing import Tokens, pack_tokens
 from prefixkv.identity import ModelIdentity
+from prefixkv.logits_rules import LogitsRules
 from prefixkv.outputs import Usage
 from prefixkv.sampling_params import SamplingParams
 from prefixkv.sequence import Sequence
@@ -21,7 +23,9 @@ class Request:
         admission: order of the first admission; None until then.
         seed: of its draws; fixed at submission.
         max_tokens: output tokens of a branch at most; resolved at submission.
+        rules: what its parameters ask of logits; the same for all that is generated for it.
         branches: those that wait or run, by index.
+        num_blocks_held: distinct blocks that its branches held at the last step that took any.
     """
 
     def __init__(
@@ -35,6 +39,7 @@ class Request:
         max_tokens: int,
         seed: int = 0,
         priority: int = 0,
+        rules: LogitsRules | None = None,
     ) -> None:
         self.request_id = request_id
         self.prompt = array("i", pack_tokens(prompt))
@@ -44,9 +49,11 @@ class Request:
         self.max_tokens = max_tokens
         self.seed = seed
         self.priority = priority
+        self.rules = rules
         self.admission: int | None = None
         self.usage = Usage(num_prompt_tokens=len(self.prompt))
         self.branches: list[Branch] = []
+        self.num_blocks_held = 0
         self.restart()
 
     def __repr__(self) -> str:
@@ -65,6 +72,7 @@ class Request:
     def restart(self) -> None:
         """Begin again with one branch that holds nothing."""
         self.branches = [Beam(self, 0) if self.in_lockstep else Branch(self, 0)]
+        self.num_blocks_held = 0
 
     def num_blocks_at_most(self, block_size: int) -> int:
         """Blocks that the request must be able to hold at once, whatever it generates.
@@ -76,6 +84,23 @@ class Request:
             own = -(-(self.max_tokens + block_size) // block_size)
             return len(self.prompt) // block_size + self.params.n * own
         return -(-(len(self.prompt) + self.max_tokens - 1) // block_size)  # the last is not written
+
+    def note_blocks(self, block_size: int) -> None:
+        """Count the distinct blocks that its branches hold; O(blocks behind the prompt)."""
+        shared = len(self.prompt) // block_size  # the prompt's whole blocks are everybody's
+        deepest = 0
+        own: set[Block] = set()
+        for branch in self.branches:
+            if branch.sequence is None:
+                continue
+            block = branch.sequence.last_block
+            deepest = max(deepest, block.depth)
+            while block.depth > shared and block not in own:
+                own.add(block)
+                assert block.parent is not None
+                block = block.parent
+        self.num_blocks_held = min(shared, deepest) + len(own)
+        self.usage.peak_num_blocks = max(self.usage.peak_num_blocks, self.num_blocks_held)
 
 
 class Branch:

@@ -12,6 +12,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from prefixkv.logits_processing import RuledRow, apply_rules
+from prefixkv.logits_rules import LogitsRules
+from prefixkv.logprobs import likeliest, token_logprobs
+from prefixkv.outputs import TokenLogprobs
 from prefixkv.sampling_params import SamplingParams
 
 _NUM_LIKELIEST = 1024  # top_p rarely needs more, and sorting a whole vocabulary costs ten times it
@@ -23,37 +27,66 @@ class SamplingRow(NamedTuple):
 
     `position` is the index of the chosen token in its sequence; together with `seed` and `branch`
     it must name one draw only.
+
+    Attributes:
+        rules: from `compile_rules` on `params`; None if that gave none.
+        tokens: prompt and output so far of this branch; read only if there are rules.
+        wants_logprob: the chosen token's log-probability is wanted, whatever `params.logprobs` is.
     """
 
     params: SamplingParams
     seed: int
     branch: int
     position: int
+    rules: LogitsRules | None = None
+    tokens: Sequence[int] = ()
+    num_prompt_tokens: int = 0
+    wants_logprob: bool = False
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        """Likeliest tokens to tell of besides the chosen one; None to tell of none at all."""
+        if self.params.logprobs is None and self.wants_logprob:
+            return 0
+        return self.params.logprobs
+
+
+class Sampled(NamedTuple):
+    """The token of one row: None if the rules of the row exclude all."""
+
+    token_id: int | None
+    logprobs: TokenLogprobs | None = None
 
 
 class Sampler:
     """Chooses one token per row of logits. Holds no state."""
 
-    def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int]:
-        """Return one token id per row.
+    def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
+        """Choose one token per row.
 
-        Greedy rows take the likeliest token, the lowest id among equals. The others apply
-        temperature, top_k, top_p and min_p as transformers does, then draw.
+        First the row's rules apply, as `logits_processing` says. Then greedy rows take the
+        likeliest token, the lowest id among equals; the others apply temperature, min_p, top_k
+        and top_p, in this order, and draw.
 
         Args:
             logits: [num_rows, vocab_size], any float dtype and device; read only.
-                Requires: each row has a finite maximum and no NaN.
+                Requires: finite.
             rows: one per row of `logits`.
         """
         assert logits.shape[0] == len(rows), (logits.shape, len(rows))
         if not rows:
             return []
-        tokens = torch.argmax(logits, dim=-1)
-        drawn = [i for i, row in enumerate(rows) if not row.params.is_greedy]
+        scores, stuck = _under_rules(logits, rows)
+        tokens = torch.argmax(scores, dim=-1)
+        drawn = [i for i, row in enumerate(rows) if not row.params.is_greedy and i not in stuck]
         if drawn:
             picked = torch.tensor(drawn, device=logits.device)
-            tokens[picked] = _draw(logits[picked], [rows[i] for i in drawn])
-        return [int(token) for token in tokens.tolist()]
+            tokens[picked] = _draw(scores[picked], [rows[i] for i in drawn])
+        logprobs = _wanted_logprobs(logits, tokens, rows)
+        return [
+            Sampled(None) if i in stuck else Sampled(token, logprobs.get(i))
+            for i, token in enumerate(tokens.tolist())
+        ]
 
 
 def kept_weights(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
@@ -67,10 +100,11 @@ def kept_weights(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torc
     scores = (scores - scores.amax(dim=-1, keepdim=True)) / temperature
     _drop_below_top_k(scores, [p.top_k for p in params])
     weights = scores.exp_()
-    _drop_outside_nucleus(weights, [p.top_p for p in params])
+    # before or after top_k is all the same for min_p; top_p shares out what both have left
     min_p = [p.min_p for p in params]
     if any(min_p):
         weights.masked_fill_(weights < _column(min_p, weights), 0.0)
+    _drop_outside_nucleus(weights, [p.top_p for p in params])
     return weights
 
 
@@ -80,6 +114,36 @@ def uniform(seed: int, branch: int, position: int) -> float:
     counter = np.array([position, 0, 0, 0], dtype=np.uint64)
     bits = int(np.random.Philox(key=key, counter=counter).random_raw())
     return (bits >> 11) * 2.0**-53
+
+
+def _under_rules(
+    logits: torch.Tensor, rows: Sequence[SamplingRow]
+) -> tuple[torch.Tensor, set[int]]:
+    """Return the logits after the rules, and the rows in which these leave nothing to choose."""
+    ruled = [
+        RuledRow(i, row.rules, row.tokens, row.num_prompt_tokens)
+        for i, row in enumerate(rows)
+        if row.rules is not None and row.rules.apply_after(len(row.tokens) - row.num_prompt_tokens)
+    ]
+    if not ruled:
+        return logits, set()
+    scores = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
+    apply_rules(scores, ruled)
+    indices = [row.row for row in ruled]
+    best = scores[indices].amax(dim=-1).tolist()
+    return scores, {i for i, score in zip(indices, best, strict=True) if score == -torch.inf}
+
+
+def _wanted_logprobs(
+    logits: torch.Tensor, tokens: torch.Tensor, rows: Sequence[SamplingRow]
+) -> dict[int, TokenLogprobs]:
+    """Return by row what is wanted; of the model's own logits, which no parameter changed."""
+    num_top = {i: n for i, row in enumerate(rows) if (n := row.num_top_logprobs) is not None}
+    if not num_top:
+        return {}
+    picked = torch.tensor(list(num_top), device=logits.device)
+    told = token_logprobs(logits[picked], tokens[picked], list(num_top.values()))
+    return dict(zip(num_top, told, strict=True))
 
 
 def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
@@ -122,7 +186,7 @@ def _drop_outside_nucleus(weights: torch.Tensor, top_p: Sequence[float]) -> None
 def _nucleus(weights: torch.Tensor, mass: torch.Tensor, num_likeliest: int) -> torch.Tensor:
     """Return the mask of the fewest likeliest tokens that weigh `mass` [num_rows, 1] together."""
     num_likeliest = min(num_likeliest, weights.shape[-1])
-    values, ids = _likeliest(weights, num_likeliest)
+    values, ids = likeliest(weights, num_likeliest)
     inside = values.cumsum(dim=-1, dtype=torch.float64) - values < mass
     kept = torch.zeros_like(weights, dtype=torch.bool).scatter_(-1, ids, inside)
     if num_likeliest < weights.shape[-1]:
@@ -132,17 +196,6 @@ def _nucleus(weights: torch.Tensor, mass: torch.Tensor, num_likeliest: int) -> t
         if len(undecided):
             kept[undecided] = _nucleus(weights[undecided], mass[undecided], weights.shape[-1])
     return kept
-
-
-def _likeliest(weights: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the `count` largest weights of each row and their ids; equals by ascending id."""
-    if count == weights.shape[-1]:
-        values, ids = weights.sort(dim=-1, descending=True, stable=True)
-        return values, ids
-    # topk leaves the order of equals open
-    ids = weights.topk(count, dim=-1).indices.sort(dim=-1).values
-    values, order = weights.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
-    return values, ids.gather(-1, order)
 
 
 def _in_float32_range(temperature: float) -> float:

@@ -11,7 +11,7 @@ the head of the queue.
 - A head of the queue that found no room is tried again when the cache has changed, not before.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -42,10 +42,16 @@ class ScheduledBranch:
 
 @dataclass(slots=True)
 class Batch:
-    """A step being filled; `budget` is what is left of its tokens."""
+    """A step being filled.
+
+    Attributes:
+        budget: what is left of its tokens.
+        grown: requests that took blocks.
+    """
 
     budget: int
     items: dict[Branch, ScheduledBranch] = field(default_factory=dict)
+    grown: set[Request] = field(default_factory=set)
 
     def add(self, branch: Branch, num_tokens: int) -> None:
         """Schedule the next tokens of a branch. Requires that their room is reserved."""
@@ -54,7 +60,10 @@ class Batch:
         start = sequence.num_tokens
         stats, usage = sequence.cache.stats, branch.request.usage
         copies, slots = stats.num_copies, stats.num_slots_copied
+        free = len(sequence.cache.pool.free)
         sequence.write(branch.token_slice(start, start + num_tokens))
+        if len(sequence.cache.pool.free) != free:
+            self.grown.add(branch.request)
         usage.num_copies += stats.num_copies - copies
         usage.num_slots_copied += stats.num_slots_copied - slots
         self.items[branch] = ScheduledBranch(branch, sequence, start, num_tokens)
@@ -161,6 +170,34 @@ class Scheduler:
         child.sequence = None
         self.waiting.add(child)
 
+    def branch_out(self, request: Request, goes_on: Iterable[tuple[int, int]]) -> None:
+        """Let the beams of a request go on: each from a beam of now, by one token.
+
+        A beam that goes on once is not forked; one that does not is released, cold. O(width).
+
+        Args:
+            goes_on: (position in `request.branches`, token id) of each beam to be.
+        """
+        parents = list(request.branches)
+        children: list[Branch] = []
+        first_child: dict[int, int] = {}
+        chosen = list(goes_on)
+        for i, (parent, _) in enumerate(chosen):
+            if first_child.setdefault(parent, i) == i:
+                children.append(parents[parent])
+            else:
+                children.append(parents[parent].fork(0))
+        for place, beam in enumerate(parents):
+            if place in first_child:
+                self.running.remove(beam)
+            else:
+                self._stop_running(beam, cold=True)
+        for i, (child, (_, token_id)) in enumerate(zip(children, chosen, strict=True)):
+            child.index = i
+            child.append(token_id)
+        self.running.update(children)
+        request.branches = children
+
     def committed(self, branch: Branch) -> None:
         """Let go on who waited for tokens that `branch` has now computed."""
         twins = self.twins.get(branch)
@@ -174,7 +211,11 @@ class Scheduler:
     def preempt_all(self) -> None:
         """Send every running branch back into the queue."""
         while self.running:
-            self._preempt(self._unit_of(self.running[0]))
+            self.preempt(self.running[0])
+
+    def preempt(self, branch: Branch) -> None:
+        """Send a running branch back into the queue, and who steps together with it."""
+        self._preempt(self._unit_of(branch))
 
     def _keep_twins(self, leader: Branch, twins: list[tuple[int, Branch]]) -> None:
         if twins:
@@ -190,7 +231,7 @@ class Scheduler:
         self.waiting.update(twin for _, twin in self.twins.pop(branch, ()))
 
     def _preempt(self, unit: list[Branch]) -> None:
-        """Take the blocks away; beams begin their search anew, alone they would be worth nothing."""
+        """Take the blocks away; beams then begin their search anew."""
         for branch in unit:
             self._stop_running(branch)
         request = unit[0].request
@@ -221,7 +262,7 @@ class Scheduler:
                     batch.add(branch, num_tokens)
         if self.num_preemptions == preempted_before:
             self._admit(batch)
-        for request in {item.request.request_id: item.request for item in batch.items}.values():
+        for request in batch.grown:
             request.note_blocks(self.cache.block_size)
         return list(batch.items.values())
 
@@ -281,8 +322,9 @@ class Scheduler:
         """
         if not self.waiting or self.waiting[0].not_before == self.cache.pool.version:
             return
-        promised = self._promised()
-        while batch.budget > 0 and self.waiting and self._has_place(self.waiting[0]):
+        promised = sum(map(self._promised_to, self.running))
+        places = self.config.max_num_seqs - sum(map(_places_of, self.running))
+        while batch.budget > 0 and self.waiting and _places_of(self.waiting[0]) <= places:
             branch = self.waiting[0]
             if branch.not_before == self.cache.pool.version:
                 return
@@ -300,37 +342,25 @@ class Scheduler:
             del self.waiting[0]
             self._start(branch, sequence)
             batch.add(branch, self._chunk(branch.num_pending_tokens, batch.budget))
-            promised = self._promised()
+            promised += self._promised_to(branch)
+            places -= _places_of(branch)
 
-    def _has_place(self, branch: Branch) -> bool:
-        """Whether so many may run besides those that run; beams count all at once."""
-        width = branch.request.params.n if branch.request.in_lockstep else 1
-        reserved = sum(
-            b.request.params.n - 1 for b in self.running if b.request.in_lockstep and not b.index
-        )
-        return len(self.running) + reserved + width <= self.config.max_num_seqs
-
-    def _promised(self) -> int:
-        """Blocks that what is admitted still takes: rests of prompts, and beams to their end."""
-        promised = 0
-        for branch in self.running:
-            if branch.request.in_lockstep:
-                if branch is branch.request.branches[0]:
-                    promised += self._promised_to_beams(branch.request)
-            else:
-                promised += _blocks_still_needed(branch)
-        return promised
-
-    def _promised_to_beams(self, request: Request) -> int:
-        """What a beam search may still take, by the worst case."""
-        return max(0, request.num_blocks_at_most(self.cache.block_size) - request.num_blocks_held)
+    def _promised_to(self, branch: Branch) -> int:
+        """Blocks that a running branch still takes: for its prompt, or for a search to its end."""
+        request = branch.request
+        if not request.in_lockstep:
+            return _blocks_still_needed(branch)
+        if branch is not request.branches[0]:
+            return 0
+        at_most = request.num_blocks_at_most(self.cache.block_size)
+        return max(0, at_most - request.num_blocks_held)
 
     def _reserve_all(self, branch: Branch, sequence: Sequence, promised: int) -> bool:
         """Reserve for all tokens; without the copy of a partial hit if that does not fit."""
         size = branch.num_tokens
         block_size = self.cache.block_size
         if branch.request.in_lockstep:
-            promised += branch.request.num_blocks_at_most(block_size) - size // block_size
+            promised += branch.request.num_blocks_at_most(block_size) - -(-size // block_size)
         if sequence.reserve(size - sequence.num_tokens, spare_blocks=promised):
             return True
         return sequence.drop_partial() and sequence.reserve(
@@ -396,6 +426,14 @@ class Scheduler:
 def _unit_key(branch: Branch) -> object:
     """Equal for those that step together."""
     return branch.request if branch.request.in_lockstep else branch
+
+
+def _places_of(branch: Branch) -> int:
+    """Places that a branch takes among those that run; the first of some beams, those of all."""
+    request = branch.request
+    if not request.in_lockstep:
+        return 1
+    return request.params.n if branch is request.branches[0] else 0
 
 
 def _blocks_still_needed(branch: Branch) -> int:

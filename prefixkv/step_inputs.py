@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 from prefixkv.kernels.plan import Plan, build_plan
-from prefixkv.scheduler import ScheduledRequest
+from prefixkv.scheduler import ScheduledBranch
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """One step, packed: the tokens of all requests, one request after the other.
+    """One step, packed: the tokens of all branches, one branch after the other.
 
     Attributes:
         token_ids, positions, slots: int64 [num_tokens].
-        row_ends: int64 [num_requests]; request i has the rows before row_ends[i], from
+        row_ends: int64 [num_branches]; branch i has the rows before row_ends[i], from
             row_ends[i - 1] on.
         logits_rows: int64 [num_samples], rows whose logits are wanted, in the order of the batch.
         plans: what attention reads, one plan a distinct window.
@@ -32,14 +32,14 @@ class StepInputs:
 
 
 def build_inputs(
-    batch: Sequence[ScheduledRequest], block_size: int, windows: Iterable[int | None]
+    batch: Sequence[ScheduledBranch], block_size: int, windows: Iterable[int | None]
 ) -> StepInputs:
     """Pack a batch whose blocks are reserved and written in the books."""
     token_ids, positions, slots = [], [], []
     tables, query_lens, context_lens = [], [], []
     for item in batch:
         end = item.start + item.num_tokens
-        token_ids.append(np.array(item.request.tokens[item.start : end], np.int64))
+        token_ids.append(np.array(item.branch.token_slice(item.start, end), np.int64))
         position = np.arange(item.start, end)
         table = item.sequence.block_table()
         first = item.start // block_size

@@ -9,6 +9,7 @@ from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from prefixkv.errors import InvalidRequest, ModelError
+from prefixkv.token_bytes import TokenBytes
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
@@ -21,6 +22,7 @@ class Tokenizer:
 
     def __init__(self, hf_tokenizer: PreTrainedTokenizerBase) -> None:
         self.hf = hf_tokenizer
+        self._token_bytes = TokenBytes(hf_tokenizer)
 
     @classmethod
     def from_folder(cls, folder: Path) -> "Tokenizer":
@@ -61,6 +63,10 @@ class Tokenizer:
         )
         assert isinstance(text, str)  # a list would mean a batch
         return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return what a token adds to a text as UTF-8, perhaps a part of a character."""
+        return self._token_bytes(token_id)
 
     def render_chat(
         self,

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from prefixkv.errors import ContextLengthExceeded, EngineStopped, InvalidRequest
-from prefixkv.outputs import FinishReason, OutputDelta, Usage
+from prefixkv.outputs import FinishReason, OutputDelta, TokenLogprobs, Usage
 from prefixkv.sampling_params import SamplingParams
 
 ALPHABET = string.ascii_lowercase
@@ -18,6 +18,12 @@ DEFAULT_NUM_TOKENS = 26
 
 class ByteTokenizer:
     """UTF-8 bytes as ids; a chat is its messages behind their roles."""
+
+    special_token_ids = frozenset[int]()
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the character of that number: what the fake engine makes of ids."""
+        return chr(token_id).encode()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the bytes of `text`."""
@@ -128,7 +134,11 @@ class FakeEngine:
             text = ""
         if step < self.num_hidden_steps:
             text = ""
-        return OutputDelta(request_id, text, (ord(text or "a"),), usage, reason, stop_reason)
+        token_id = ord(text or "a")
+        logprobs = _logprobs(token_id, params.logprobs)
+        return OutputDelta(
+            request_id, text, (token_id,), usage, reason, stop_reason, logprobs=logprobs
+        )
 
     def _num_cached(self, prompt: Sequence[int]) -> int:
         return max((_common(prompt, call["prompt"]) for call in self.calls), default=0)
@@ -141,6 +151,14 @@ class FakeEngine:
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
     pairs = zip(one[:-1], other, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one) - 1, len(other)))
+
+
+def _logprobs(token_id: int, num_top: int | None) -> tuple[TokenLogprobs, ...] | None:
+    """Say that capital letters, from A on, are likelier than the letter that was chosen."""
+    if num_top is None:
+        return None
+    top = tuple((ord("A") + i, -0.25 * (i + 1)) for i in range(num_top))
+    return (TokenLogprobs(token_id, -6.5, 27, top),)
 
 
 def _text(content: Any) -> str:

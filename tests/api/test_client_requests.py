@@ -34,6 +34,8 @@ SERVED: list[tuple[str, dict[str, Any]]] = [
     (CHATS, {"messages": [USER], "stream": True, "stream_options": USAGE, "ignore_eos": True}),
     (CHATS, {"messages": [USER, *TOOL_TURN]}),
     (CHATS, {"messages": [USER], "prompt_cache_key": "k", "session_id": "s", "n": 1, "seed": 3}),
+    (CHATS, {"messages": [USER], "logprobs": True, "top_logprobs": 2}),
+    (CHATS, {"messages": [USER], "logit_bias": {"50256": -100}, "presence_penalty": 0.5}),
     (COMPLETIONS, {"prompt": "x", "seed": None, "logprobs": None, "frequency_penalty": 0}),
     (COMPLETIONS, {"prompt": [[1, 2], [3]], "temperature": 0, "seed": 1234, "stop": ["\n"]}),
     (COMPLETIONS, {"prompt": ["x"], "stream": True, "stream_options": USAGE, "max_tokens": 8}),
@@ -42,7 +44,6 @@ SERVED: list[tuple[str, dict[str, Any]]] = [
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     (CHATS, {"messages": [USER], "tools": [TOOL], "tool_choice": "auto"}),
     (CHATS, {"messages": [USER], "response_format": SCHEMA}),
-    (CHATS, {"messages": [USER], "logprobs": True, "top_logprobs": 2}),
     (COMPLETIONS, {"prompt": "x", "best_of": 2, "n": 2}),
     (COMPLETIONS, {"prompt": [[1, 2]], "echo": True, "logprobs": 1, "max_tokens": 1}),
 ]
@@ -93,7 +94,7 @@ def test_plain_requests_are_served(client: httpx.Client, path: str, body: dict[s
 
 @pytest.mark.parametrize(("path", "body"), REFUSED)
 def test_what_needs_more_is_refused(client: httpx.Client, path: str, body: dict[str, Any]) -> None:
-    """Tools, structure, log-probabilities and branches are a clear 400."""
+    """Tools, structure, echo and branches are a clear 400."""
     response, _ = send(client, path, body)
 
     assert response.status_code == 400

@@ -151,13 +151,37 @@ def test_sampling_fields_reach_the_engine(client: httpx.Client, engine: FakeEngi
     assert (call["cache_salt"], call["priority"]) == ("a+/=", -2)
 
 
+def test_what_processes_logits_reaches_the_engine(client: httpx.Client, engine: FakeEngine) -> None:
+    """Ids of a bias are strings in JSON; a single bad word need not be a list."""
+    fields = {
+        "presence_penalty": 1,
+        "frequency_penalty": -0.5,
+        "repetition_penalty": 1.2,
+        "logit_bias": {"7": -100, "8": 1.5},
+        "allowed_token_ids": [5, 6],
+        "bad_words": "x",
+        "min_tokens": 2,
+        "include_stop_str_in_output": True,
+        "logprobs": 4,
+    }
+    client.post(URL, json={"prompt": "x", **fields})
+
+    params = engine.calls[0]["params"]
+    assert (params.presence_penalty, params.frequency_penalty) == (1, -0.5)
+    assert (params.repetition_penalty, params.logit_bias) == (1.2, {7: -100, 8: 1.5})
+    assert (params.allowed_token_ids, params.bad_words) == ((5, 6), ("x",))
+    assert (params.min_tokens, params.include_stop_str_in_output) == (2, True)
+    assert params.logprobs == 4
+
+
 def test_the_models_own_sampling_is_the_default(client: httpx.Client, engine: FakeEngine) -> None:
     """What a request leaves open comes from the model, else is neutral; null leaves it open."""
-    engine.sampling_defaults = {"temperature": 0.2, "top_k": 50}
+    engine.sampling_defaults = {"temperature": 0.2, "top_k": 50, "repetition_penalty": 1.1}
     client.post(URL, json={"prompt": "x", "temperature": None, "top_k": 3})
 
     params = engine.calls[0]["params"]
     assert (params.temperature, params.top_k, params.top_p) == (0.2, 3, 1.0)
+    assert params.repetition_penalty == 1.1
 
 
 def test_null_equals_absent_everywhere(client: httpx.Client) -> None:
@@ -165,7 +189,9 @@ def test_null_equals_absent_everywhere(client: httpx.Client) -> None:
     names = (
         "temperature top_p top_k min_p seed max_tokens max_completion_tokens stop stop_token_ids "
         "ignore_eos stream stream_options user cache_salt priority request_id model n best_of "
-        "logprobs echo suffix logit_bias presence_penalty response_format tools add_special_tokens"
+        "logprobs echo suffix logit_bias presence_penalty response_format tools add_special_tokens "
+        "frequency_penalty repetition_penalty allowed_token_ids bad_words min_tokens top_logprobs "
+        "include_stop_str_in_output"
     )
     response = client.post(URL, json={"prompt": "x", **dict.fromkeys(names.split())})
 

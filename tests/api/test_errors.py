@@ -67,6 +67,22 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
         ({"stop_token_ids": [-1]}, "stop_token_ids"),
         ({"stop_token_ids": [True]}, "stop_token_ids.0"),
         ({"ignore_eos": 1}, "ignore_eos"),
+        ({"presence_penalty": 2.5}, "presence_penalty"),
+        ({"frequency_penalty": -3}, "frequency_penalty"),
+        ({"frequency_penalty": "1"}, "frequency_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"logit_bias": {"7": 101}}, "logit_bias.7"),
+        ({"logit_bias": {"7": None}}, "logit_bias.7"),
+        ({"logit_bias": {"x": 1}}, "logit_bias.x.[key]"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias.-1.[key]"),
+        ({"logit_bias": [7]}, "logit_bias"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"allowed_token_ids": [-1]}, "allowed_token_ids"),
+        ({"bad_words": [""]}, "bad_words"),
+        ({"bad_words": ["x"] * 129}, "bad_words"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
+        ({"include_stop_str_in_output": 1}, "include_stop_str_in_output"),
         ({"stream": "yes"}, "stream"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream_options": {}, "stream": False}, "stream_options"),
@@ -94,6 +110,29 @@ def test_a_wrong_field_is_named(
 
 
 @pytest.mark.parametrize(
+    ("url", "fields", "param"),
+    [
+        (COMPLETIONS, {"logprobs": 21}, "logprobs"),
+        (COMPLETIONS, {"logprobs": -1}, "logprobs"),
+        (COMPLETIONS, {"logprobs": True}, "logprobs"),
+        (COMPLETIONS, {"logprobs": "1"}, "logprobs"),
+        (CHATS, {"logprobs": 1}, "logprobs"),
+        (CHATS, {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        (CHATS, {"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+        (CHATS, {"top_logprobs": 1}, "top_logprobs"),
+        (CHATS, {"logprobs": False, "top_logprobs": 1}, "top_logprobs"),
+    ],
+)
+def test_wrong_logprobs_are_named(
+    client: httpx.Client, url: str, fields: dict[str, Any], param: str
+) -> None:
+    """A number in completions; in chats a switch, and a number that needs it."""
+    error = error_of(client.post(url, json={"prompt": "x", "messages": MESSAGES, **fields}), 400)
+
+    assert (error["param"], error["type"]) == (param, "invalid_request_error")
+
+
+@pytest.mark.parametrize(
     "prompt",
     [
         None, "", [], [""], ["a", ""], [[]], [[1], []], 3, {}, ["a", 1], [1, "a"], [[1], "a"],
@@ -113,15 +152,10 @@ def test_a_wrong_prompt_is_refused(client: httpx.Client, prompt: Any) -> None:
     [
         *((url, fields) for url in (COMPLETIONS, CHATS) for fields in (
             {"n": 2}, {"n": 0}, {"n": True}, {"best_of": 2}, {"use_beam_search": True},
-            {"logprobs": True}, {"echo": True}, {"suffix": "x"}, {"logit_bias": {"1": 5}},
-            {"presence_penalty": 0.1}, {"frequency_penalty": -1}, {"repetition_penalty": 1.1},
+            {"echo": True}, {"suffix": "x"},
             {"response_format": {"type": "json_object"}}, {"structured_outputs": {"regex": "a"}},
-            {"min_tokens": 1}, {"bad_words": ["x"]}, {"allowed_token_ids": [1]},
             {"prompt_logprobs": 0},
         )),
-        (COMPLETIONS, {"logprobs": 0}),
-        (COMPLETIONS, {"logprobs": 1}),
-        (CHATS, {"top_logprobs": 1}),
         (CHATS, {"tools": []}),
         (CHATS, {"tools": [{"type": "function", "function": {"name": "f"}}]}),
         (CHATS, {"tool_choice": "auto"}),

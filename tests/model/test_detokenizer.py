@@ -158,6 +158,47 @@ def test_text_after_a_stop_string_in_the_same_token_is_dropped() -> None:
     assert detokenizer.push(1) == ("one", "\nHuman:")
 
 
+@given(texts, st.lists(st.integers(0, 40)), st.lists(st.text("ab", min_size=1, max_size=3)))
+def test_an_included_stop_string_ends_the_text(text: str, cuts: list[int], stop: list[str]) -> None:
+    """The text is cut after it, whatever the tokens, and nothing is held back for it."""
+    data = text.encode()
+    pieces = split(data, cuts)
+    detokenizer = Detokenizer(ByteTokens(pieces), stop, stop_included=True)
+    deltas, found = run(detokenizer, range(1, len(pieces) + 1))
+    expected, expected_stop = cut(text, stop)
+
+    assert found == expected_stop or found is None
+    assert "".join(deltas) == expected + (expected_stop or "")
+
+
+@given(st.lists(st.sampled_from(["a", "b", "ab", "aa"])), st.integers(0, 12))
+def test_a_stop_string_counts_only_if_its_last_token_may_stop(
+    words: list[str], num_first: int
+) -> None:
+    """What the first tokens complete is text; what they begin and later ones complete is not."""
+    stop = ["aab", "aa", "ba"]
+    detokenizer = Detokenizer(ByteTokens([word.encode() for word in words]), stop)
+    text, found = "", None
+    for i in range(len(words)):
+        delta, found = detokenizer.push(i + 1, may_stop=i >= num_first)
+        text += delta
+        if found is not None:
+            break
+    else:
+        text += detokenizer.flush()
+    whole, first = "".join(words), "".join(words[:num_first])
+    ends = [
+        (end, -len(one), one)
+        for one in stop
+        for end in range(len(first) + 1, len(whole) + 1)
+        if whole[:end].endswith(one)
+    ]
+
+    assert (text, found) == (
+        (whole[: min(ends)[0] - len(min(ends)[2])], min(ends)[2]) if ends else (whole, None)
+    )
+
+
 def test_what_may_become_a_stop_string_is_held_back_until_it_cannot() -> None:
     detokenizer = Detokenizer(ByteTokens([b"x", b"aa", b"b"]), ["aaab", "aac"])
 

@@ -2,6 +2,7 @@
 depends on nothing but its own row."""
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,14 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from prefixkv.sampling import Sampler, SamplingRow, kept_weights, uniform
+from prefixkv.logits_rules import compile_rules
+from prefixkv.sampling import Sampled, Sampler, SamplingRow, kept_weights, uniform
 from prefixkv.sampling_params import SamplingParams
+
+
+class NoWords:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        raise AssertionError("no rule here has a word")
 
 
 def random_logits(num_rows: int, vocab_size: int, seed: int = 0) -> torch.Tensor:
@@ -24,20 +31,26 @@ def random_logits(num_rows: int, vocab_size: int, seed: int = 0) -> torch.Tensor
     return torch.randn(num_rows, vocab_size, generator=generator, dtype=torch.float64) * 3
 
 
+def chosen(logits: torch.Tensor, rows: list[SamplingRow]) -> list[int]:
+    tokens = [sampled.token_id for sampled in Sampler().sample(logits, rows)]
+    assert None not in tokens
+    return [token for token in tokens if token is not None]
+
+
 def draw_many(logits: torch.Tensor, params: SamplingParams, count: int) -> np.ndarray:
     rows = [SamplingRow(params, 7, 0, position) for position in range(count)]
-    tokens = Sampler().sample(logits.expand(count, -1), rows)
+    tokens = chosen(logits.expand(count, -1), rows)
     return np.bincount(tokens, minlength=logits.shape[-1])
 
 
 def warped(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     warpers = LogitsProcessorList([TemperatureLogitsWarper(params.temperature)])
+    if params.min_p > 0:
+        warpers.append(MinPLogitsWarper(params.min_p))
     if params.top_k > 0:
         warpers.append(TopKLogitsWarper(params.top_k))
     if params.top_p < 1:
         warpers.append(TopPLogitsWarper(params.top_p))
-    if params.min_p > 0:
-        warpers.append(MinPLogitsWarper(params.min_p))
     no_tokens: Any = torch.empty(len(logits), 0, dtype=torch.int64)
     return torch.as_tensor(warpers(no_tokens, logits.clone()))
 
@@ -78,7 +91,7 @@ def test_greedy_takes_the_lowest_id_among_equals() -> None:
     logits[0, [77, 400]] = 5.0
     rows = [SamplingRow(SamplingParams(temperature=0), 1, 0, 0)] * 2
 
-    assert Sampler().sample(logits, rows) == [77, 0]
+    assert chosen(logits, rows) == [77, 0]
 
 
 def test_top_p_among_equals_keeps_the_fewest_and_lowest() -> None:
@@ -92,10 +105,10 @@ def test_a_draw_does_not_depend_on_the_batch() -> None:
     settings = [SamplingParams(temperature=t) for t in (0, 0.8, 1.3)]
     settings += [SamplingParams(top_p=0.8), SamplingParams(top_k=40), SamplingParams(min_p=0.1)]
     rows = [SamplingRow(p, 5 + i, i % 3, 10 * i) for i, p in enumerate(settings * 2)]
-    together = Sampler().sample(logits, rows)
-    alone = [Sampler().sample(logits[i : i + 1], [row])[0] for i, row in enumerate(rows)]
+    together = chosen(logits, rows)
+    alone = [chosen(logits[i : i + 1], [row])[0] for i, row in enumerate(rows)]
     order = torch.randperm(12, generator=torch.Generator().manual_seed(1)).tolist()
-    shuffled = Sampler().sample(logits[order], [rows[i] for i in order])
+    shuffled = chosen(logits[order], [rows[i] for i in order])
 
     assert together == alone
     assert shuffled == [together[i] for i in order]
@@ -108,25 +121,89 @@ def test_seed_branch_and_position_each_change_the_number() -> None:
     assert all(0 <= number < 1 for number in numbers)
 
 
-@pytest.mark.parametrize(
-    "params",
-    [
-        SamplingParams(),
-        SamplingParams(temperature=0.6),
-        SamplingParams(top_k=4),
-        SamplingParams(top_p=0.7, min_p=0.05),
-    ],
-)
-def test_draws_follow_the_distribution(params: SamplingParams) -> None:
-    """Chi-square over 20,000 draws with fixed seeds; the bound is its 99.9 % point for <= 11."""
-    logits = random_logits(1, 12, seed=3) / 2
-    count = 20_000
-    expected = (warped(logits, params).softmax(dim=-1)[0] * count).numpy()
-    observed = draw_many(logits, params, count)
-    kept = expected > 0
+def p_value(observed: np.ndarray, weights: np.ndarray) -> float:
+    """Chi-square: how likely draws from `weights` differ by as much; rare tokens count as one."""
+    expected = weights / weights.sum() * observed.sum()
+    rare = expected < 10
+    assert observed[weights == 0].sum() == 0
+    expected = np.append(expected[~rare], expected[rare].sum())
+    counts = np.append(observed[~rare], observed[rare].sum())[expected > 0]
+    expected = expected[expected > 0]
+    statistic = torch.tensor(((counts - expected) ** 2 / expected).sum()) / 2
+    freedom = torch.tensor((len(expected) - 1) / 2, dtype=torch.float64)
+    return float(torch.special.gammaincc(freedom, statistic))
 
-    assert observed[~kept].sum() == 0
-    assert ((observed[kept] - expected[kept]) ** 2 / expected[kept]).sum() < 31.3
+
+def test_the_p_value_is_that_of_the_tables() -> None:
+    """The 99.9 % point of 11 degrees of freedom is 31.26."""
+    weights = np.ones(12)
+    observed = np.full(12, 1000.0)
+    observed[0] += (31.264 * 1000 * 11 / 12) ** 0.5
+    observed[1:] -= (31.264 * 1000 * 11 / 12) ** 0.5 / 11
+
+    assert p_value(observed, weights) == pytest.approx(0.001, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p", "min_p"),
+    [*itertools.product([0.6, 1.7], [0, 5], [1.0, 0.7], [0.0, 0.1])],
+)
+def test_draws_follow_the_distribution(
+    temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    """Draws with fixed seeds follow what transformers makes of the logits."""
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    logits = random_logits(1, 12, seed=3) / 2
+    observed = draw_many(logits, params, 10_000)
+
+    assert p_value(observed, warped(logits, params).softmax(dim=-1)[0].numpy()) > 1e-4
+
+
+def test_draws_follow_the_distribution_under_rules() -> None:
+    """Bias, penalties and exclusion shift it before the temperature does."""
+    params = SamplingParams(
+        temperature=1.4, frequency_penalty=0.5, repetition_penalty=1.5, logit_bias={1: 1.0},
+        allowed_token_ids=tuple(range(10)), top_p=0.9,
+    )  # fmt: skip
+    tokens, num_prompt_tokens = [0, 0, 1, 2, 2, 3], 2
+    rules = compile_rules(params, NoWords(), eos_token_ids=[], vocab_size=12)
+    logits = random_logits(1, 12, seed=3) / 2
+    rows = [SamplingRow(params, 5, 1, i, rules, tokens, num_prompt_tokens) for i in range(10_000)]
+    observed = np.bincount(chosen(logits.expand(len(rows), -1), rows), minlength=12)
+    shifted = logits.clone()
+    shifted[0, 1] += 1
+    for token_id in (0, 1, 2, 3):
+        shifted[0, token_id] *= 1.5 if shifted[0, token_id] < 0 else 1 / 1.5
+    shifted[0, [1, 2, 3]] -= torch.tensor([0.5, 1.0, 0.5], dtype=torch.float64)
+    shifted[0, 10:] = -torch.inf
+
+    assert p_value(observed, warped(shifted, params).softmax(dim=-1)[0].numpy()) > 1e-4
+
+
+def test_a_row_without_a_token_left_gives_none_and_leaves_its_neighbours_alone() -> None:
+    """Greedy or drawn."""
+    logits = random_logits(3, 12)
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(
+            temperature=temperature,
+            allowed_token_ids=(4, 5),
+            stop_token_ids=(4,),
+            min_tokens=1,
+            logprobs=1,
+        )
+        rules = compile_rules(params, NoWords(), eos_token_ids=[], vocab_size=12)
+        assert rules is not None
+        stuck = replace(rules, bad_ids=(5,))
+        rows = [
+            SamplingRow(SamplingParams(), 1, 0, 0),
+            SamplingRow(params, 1, 0, 0, stuck, [1], 1),
+            SamplingRow(params, 1, 0, 0, rules, [1], 1),
+        ]
+        first, none, last = Sampler().sample(logits, rows)
+
+        assert none == Sampled(None)
+        assert last.token_id == 5
+        assert first == Sampler().sample(logits[:1], rows[:1])[0]
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-12, 1e300])

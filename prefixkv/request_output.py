@@ -1,0 +1,122 @@
+"""The output of one request: the streams of its branches, in the order in which they are told."""
+
+from collections.abc import Collection, Sequence
+from copy import copy
+
+from prefixkv.beam_search import BeamSearch, Hypothesis
+from prefixkv.detokenizer import TokenDecoder
+from prefixkv.output_stream import OutputStream
+from prefixkv.outputs import BranchOutput, OutputDelta, TokenLogprobs
+from prefixkv.request import Branch, Request
+
+
+class RequestOutput:
+    """Collects what the branches of a request say.
+
+    Samples are told as they come. Where they are ranked (`best_of`, beams), nothing is told before
+    all are there, and then the best come first.
+
+    Attributes:
+        search: the beam search of the request; None unless it has begun.
+    """
+
+    def __init__(
+        self, request: Request, tokenizer: TokenDecoder, eos_token_ids: Collection[int]
+    ) -> None:
+        self.request = request
+        self.search: BeamSearch | None = None
+        self._tokenizer = tokenizer
+        self._eos_token_ids = eos_token_ids
+        self._streams: dict[int, OutputStream] = {}
+        self._drawn: dict[int, _Sample] = {}
+
+    def push(
+        self, branch: Branch, token_id: int, logprobs: TokenLogprobs | None
+    ) -> tuple[list[OutputDelta], bool]:
+        """Add a token that a branch has just appended.
+
+        Returns what is to be told now, and whether the branch is over.
+        """
+        stream = self._streams.get(branch.index)
+        if stream is None:
+            stream = OutputStream(branch, self._tokenizer, self._eos_token_ids)
+            self._streams[branch.index] = stream
+        stream.branch = branch
+        self.request.usage.num_completion_tokens += 1
+        delta = stream.push(token_id, logprobs)
+        if self.request.params.is_ranked:
+            sample = self._drawn.setdefault(branch.index, _Sample(branch.index))
+            sample.add(delta)
+            sample.sum_logprobs += logprobs.logprob if logprobs is not None else 0.0
+            return [], delta.finish_reason is not None
+        return [delta], delta.finish_reason is not None
+
+    def ranked_samples(self) -> list[OutputDelta]:
+        """Tell the best `n` of all that were drawn, by their mean log-probability."""
+        best = sorted(self._drawn.values(), key=lambda sample: -sample.mean_logprob)
+        return [
+            OutputDelta(
+                self.request.request_id,
+                sample.text,
+                tuple(sample.token_ids),
+                copy(self.request.usage),
+                sample.finish_reason,
+                sample.stop_reason,
+                logprobs=tuple(sample.logprobs) if sample.logprobs is not None else None,
+                index=index,
+                score=sample.mean_logprob,
+            )
+            for index, sample in enumerate(best[: self.request.params.n])
+        ]
+
+    def begin_search(self) -> BeamSearch:
+        """Begin the beam search, or begin it anew after a preemption."""
+        params = self.request.params
+        end_tokens = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos_token_ids)}
+        self.search = BeamSearch(
+            width=params.n,
+            max_tokens=self.request.max_tokens,
+            length_penalty=params.length_penalty,
+            early_stopping=params.early_stopping,
+            end_token_ids=end_tokens,
+        )
+        return self.search
+
+    def beams(self, hypotheses: Sequence[Hypothesis]) -> list[OutputDelta]:
+        """Tell what a search has found."""
+        self.request.usage.num_completion_tokens += sum(len(h.token_ids) for h in hypotheses)
+        return [self._beam(index, hypothesis) for index, hypothesis in enumerate(hypotheses)]
+
+    def _beam(self, index: int, hypothesis: Hypothesis) -> OutputDelta:
+        branch = Branch(self.request, index)
+        stream = OutputStream(branch, self._tokenizer, self._eos_token_ids)
+        told = BranchOutput()
+        for token_id in hypothesis.token_ids:
+            branch.append(token_id)
+            told.add(stream.push(token_id))
+        return OutputDelta(
+            self.request.request_id,
+            told.text,
+            tuple(hypothesis.token_ids),
+            copy(self.request.usage),
+            hypothesis.finish_reason,
+            told.stop_reason,
+            index=index,
+            score=hypothesis.score,
+        )
+
+    def fail(self, error: str) -> OutputDelta:
+        """End the request because its step failed."""
+        usage = copy(self.request.usage)
+        return OutputDelta(self.request.request_id, "", (), usage, "error", error=error)
+
+
+class _Sample(BranchOutput):
+    """A sample that waits for the others."""
+
+    sum_logprobs = 0.0
+
+    @property
+    def mean_logprob(self) -> float:
+        """Mean log-probability of its tokens."""
+        return self.sum_logprobs / len(self.token_ids)
