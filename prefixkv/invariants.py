@@ -31,7 +31,7 @@ def check(cache: PrefixCache) -> None:
 
 
 def _require(ok: bool, number: int, name: str, what: str, *about: object) -> None:
-    """Raise unless `ok`; `what` is formatted with `about` only then, since a check asks it a lot."""
+    """Raise unless `ok`. Only then is `what` formatted with `about`: a check asks a lot."""
     if not ok:
         raise InvariantViolation(f"invariant {number} ({name}): {what.format(*about)}")
 
