@@ -173,10 +173,9 @@ class Engine:
         )
         if request.request_id in self._outputs:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
+        output = RequestOutput(request, self.tokenizer, facts.eos_token_ids)
         self.scheduler.add(request)
-        self._outputs[request.request_id] = RequestOutput(
-            request, self.tokenizer, facts.eos_token_ids
-        )
+        self._outputs[request.request_id] = output
         return request
 
     def _new_id(self) -> str:
