@@ -18,7 +18,7 @@ from prefixkv.api.request_id import request_id_of
 from prefixkv.api.responses import Envelope, json_response
 from prefixkv.api.schemas import GenerationRequest
 from prefixkv.api.service import Service
-from prefixkv.api.streaming import Chunks, EventStream, events
+from prefixkv.api.streaming import Chunks, EventStream, Told, events
 from prefixkv.outputs import Completion
 from prefixkv.sampling_params import SamplingParams
 
@@ -76,12 +76,17 @@ async def answer(service: Service, http_request: Request, job: Job, shape: Shape
     logprobs = partial(shape.logprobs, service.engine.tokenizer)
     deltas = generate(service.engine, job.prompts, job.params, job.request, envelope.id)
     if not job.request.stream:
-        work = collect(deltas, len(job.prompts))
+        work = collect(deltas, len(job.prompts), job.params.n)
         completions = await unless_disconnected(http_request.receive, work)
         return json_response(shape.body(envelope, completions, logprobs))
     first = await unless_disconnected(http_request.receive, _first(deltas))
-    chunks = shape.chunks(envelope, logprobs)
-    return EventStream(events(first, deltas, chunks, includes_usage=job.request.includes_usage))
+    told = Told(
+        shape.chunks(envelope, logprobs),
+        num_prompts=len(job.prompts),
+        n=job.params.n,
+        usage_at_finish=not job.request.includes_usage,
+    )
+    return EventStream(events(first, deltas, told))
 
 
 async def _first(deltas: Deltas) -> IndexedDelta:

@@ -70,7 +70,7 @@ class ServingEngine(Protocol):
         cache_salt: str | None = None,
         priority: int = 0,
     ) -> AsyncIterator[OutputDelta]:
-        """Yield deltas until one has a finish reason.
+        """Yield deltas until each of the `n` outputs has had one with a finish reason.
 
         What is wrong with the request is raised on the first `__anext__`. Cancelling or closing
         the iterator aborts the request.

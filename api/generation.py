@@ -8,10 +8,12 @@ from contextlib import aclosing
 from prefixkv.api.engine_interface import ServingEngine
 from prefixkv.api.schemas import GenerationRequest
 from prefixkv.errors import StepFailed
-from prefixkv.outputs import Completion, OutputDelta, TokenLogprobs
+from prefixkv.outputs import BranchOutput, Completion, OutputDelta, Usage
 from prefixkv.sampling_params import SamplingParams
 
 IndexedDelta = tuple[int, OutputDelta]
+"""The number of the prompt, and a delta of one of its outputs."""
+
 Deltas = AsyncGenerator[IndexedDelta, None]
 
 
@@ -38,42 +40,35 @@ def generate(
                 priority=request.priority or 0,
             )
             for index, prompt in enumerate(prompts)
-        ]
+        ],
+        params.n,
     )
 
 
-async def collect(deltas: Deltas, num_prompts: int) -> list[Completion]:
-    """Run `deltas` to the end and return one completion per prompt."""
-    texts: list[list[str]] = [[] for _ in range(num_prompts)]
-    logprobs: list[list[TokenLogprobs]] = [[] for _ in range(num_prompts)]
-    completions: list[Completion | None] = [None] * num_prompts
+async def collect(deltas: Deltas, num_prompts: int, num_outputs: int = 1) -> list[Completion]:
+    """Run `deltas` to the end; return one completion per prompt, with `num_outputs` outputs."""
+    completions = [
+        Completion("", Usage(), [BranchOutput(index) for index in range(num_outputs)])
+        for _ in range(num_prompts)
+    ]
     async with aclosing(deltas):
         async for index, delta in deltas:
-            texts[index].append(delta.text)
-            logprobs[index].extend(delta.logprobs or ())
-            if delta.finish_reason is not None:
-                completions[index] = Completion(
-                    request_id=delta.request_id,
-                    text="".join(texts[index]),
-                    token_ids=[],
-                    finish_reason=delta.finish_reason,
-                    usage=delta.usage,
-                    stop_reason=delta.stop_reason,
-                    logprobs=logprobs[index] if delta.logprobs is not None else None,
-                )
-    finished = [completion for completion in completions if completion is not None]
-    assert len(finished) == num_prompts, "the merged stream checks that each prompt finished"
-    return finished
+            completion = completions[index]
+            completion.request_id = delta.request_id
+            completion.usage = delta.usage
+            completion.outputs[delta.index].add(delta)
+    return completions
 
 
-async def _merged(streams: Sequence[AsyncIterator[OutputDelta]]) -> Deltas:
-    if len(streams) == 1:
-        async with aclosing(_checked(streams[0])) as stream:
+async def _merged(streams: Sequence[AsyncIterator[OutputDelta]], num_outputs: int) -> Deltas:
+    checked = [_checked(stream, num_outputs) for stream in streams]
+    if len(checked) == 1:
+        async with aclosing(checked[0]) as stream:
             async for delta in stream:
                 yield 0, delta
         return
     queue: asyncio.Queue[IndexedDelta | Exception | None] = asyncio.Queue()
-    pumps = [asyncio.create_task(_pump(i, stream, queue)) for i, stream in enumerate(streams)]
+    pumps = [asyncio.create_task(_pump(i, stream, queue)) for i, stream in enumerate(checked)]
     try:
         num_running = len(pumps)
         while num_running:
@@ -92,28 +87,32 @@ async def _merged(streams: Sequence[AsyncIterator[OutputDelta]]) -> Deltas:
 
 async def _pump(
     index: int,
-    stream: AsyncIterator[OutputDelta],
+    stream: AsyncGenerator[OutputDelta, None],
     queue: asyncio.Queue[IndexedDelta | Exception | None],
 ) -> None:
     try:
-        async with aclosing(_checked(stream)) as checked:
-            async for delta in checked:
+        async with aclosing(stream):
+            async for delta in stream:
                 queue.put_nowait((index, delta))
         queue.put_nowait(None)
     except Exception as error:
         queue.put_nowait(error)
 
 
-async def _checked(stream: AsyncIterator[OutputDelta]) -> AsyncGenerator[OutputDelta, None]:
+async def _checked(
+    stream: AsyncIterator[OutputDelta], num_outputs: int
+) -> AsyncGenerator[OutputDelta, None]:
     """Pass deltas on; make sure that they end as promised, and that the engine hears of an end."""
+    num_open = num_outputs
     try:
         async for delta in stream:
             if delta.finish_reason in ("abort", "error"):
                 raise StepFailed(delta.error or f"the request ended with {delta.finish_reason!r}")
             yield delta
-            if delta.finish_reason is not None:
+            num_open -= delta.finish_reason is not None
+            if not num_open:
                 return
-        raise StepFailed("the engine ended the request without a finish reason")
+        raise StepFailed(f"the engine ended {num_open} outputs without a finish reason")
     finally:
         aclose = getattr(stream, "aclose", None)
         if aclose is not None:

@@ -10,7 +10,7 @@ from typing import Any
 from starlette.responses import Response
 
 from prefixkv.api.logprobs import LogprobsBody
-from prefixkv.outputs import Completion, Usage
+from prefixkv.outputs import BranchOutput, Completion, Usage
 
 SYSTEM_FINGERPRINT = f"prefixkv-{version('prefixkv')}"
 
@@ -69,8 +69,8 @@ def completion_body(
 ) -> dict[str, Any]:
     """Return the body of POST /v1/completions; `logprobs` makes an encoder for each choice."""
     choices = [
-        {"index": index, "text": completion.text, **_ending(completion, logprobs())}
-        for index, completion in enumerate(completions)
+        {"index": index, "text": output.text, **_ending(output, logprobs())}
+        for index, output in enumerate(_outputs(completions))
     ]
     return _body(envelope.head("text_completion"), choices, completions)
 
@@ -82,12 +82,17 @@ def chat_body(
     choices = [
         {
             "index": index,
-            "message": {"role": "assistant", "content": completion.text, "refusal": None},
-            **_ending(completion, logprobs()),
+            "message": {"role": "assistant", "content": output.text, "refusal": None},
+            **_ending(output, logprobs()),
         }
-        for index, completion in enumerate(completions)
+        for index, output in enumerate(_outputs(completions))
     ]
     return _body(envelope.head("chat.completion"), choices, completions)
+
+
+def _outputs(completions: Sequence[Completion]) -> list[BranchOutput]:
+    """Return one output per choice: those of the first prompt, then those of the second."""
+    return [output for completion in completions for output in completion.outputs]
 
 
 def _body(
@@ -97,10 +102,13 @@ def _body(
     return {**head, "choices": choices, "usage": usage}
 
 
-def _ending(completion: Completion, logprobs: LogprobsBody) -> dict[str, Any]:
-    entries = completion.logprobs
-    return {
+def _ending(output: BranchOutput, logprobs: LogprobsBody) -> dict[str, Any]:
+    """Return what follows the text. What was ranked has a `score`, which no client asks for by
+    name; vLLM ranks in the same order and tells none."""
+    entries = output.logprobs
+    ending = {
         "logprobs": logprobs(entries) if entries is not None else None,
-        "finish_reason": completion.finish_reason,
-        "stop_reason": completion.stop_reason,
+        "finish_reason": output.finish_reason,
+        "stop_reason": output.stop_reason,
     }
+    return ending if output.score is None else {**ending, "score": output.score}

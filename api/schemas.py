@@ -4,7 +4,7 @@ What needs the engine to be judged (token ids, context length, the model's name)
 """
 
 from reprlib import Repr
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -12,6 +12,8 @@ from prefixkv.errors import InvalidRequest
 from prefixkv.sampling_params import MAX_LOGPROBS
 
 MAX_INT = 2**63 - 1
+MAX_CHOICES = 128
+"""Of one prompt, whether returned or only drawn for `best_of`."""
 
 _REPR = Repr()
 _REPR.maxstring = _REPR.maxother = _REPR.maxlong = 60
@@ -40,6 +42,7 @@ def _listed(value: Any) -> Any:
 
 Int = Annotated[int, BeforeValidator(_whole), Field(ge=-MAX_INT, le=MAX_INT)]
 TokenBudget = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=MAX_INT)]
+NumChoices = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=MAX_CHOICES)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 NumLogprobs = Annotated[int, BeforeValidator(_whole), Field(ge=0, le=MAX_LOGPROBS)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
@@ -62,6 +65,11 @@ class GenerationRequest(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, frozen=True)
 
     model: str | None = None
+    n: NumChoices | None = None
+    best_of: NumChoices | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: Literal[True, False, "never"] | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: Int | None = None
@@ -101,6 +109,22 @@ class GenerationRequest(BaseModel):
         """Raise InvalidRequest if fields contradict each other."""
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream: true.", "stream_options")
+        n = self.n or 1
+        if self.best_of is not None and self.best_of < n:
+            raise InvalidRequest(
+                f"best_of is {self.best_of}; it must be at least n, which is {n}.", "best_of"
+            )
+        if self.stream and self.use_beam_search:
+            raise InvalidRequest(
+                "stream is true with use_beam_search; beams are known when all have ended.",
+                "stream",
+            )
+        if self.stream and (self.best_of or 1) > n:
+            raise InvalidRequest(
+                f"best_of is {self.best_of} with stream: true; the best {n} are known when all "
+                "have ended.",
+                "best_of",
+            )
 
 
 class CompletionRequest(GenerationRequest):

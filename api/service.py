@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 from prefixkv.api.engine_interface import ServingEngine
 from prefixkv.api.prompts import require_token_ids
@@ -14,6 +15,22 @@ COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for completions; a chat in contrast goes on to its own end."""
 
 _DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_AS_GIVEN = (
+    *_DEFAULTED,
+    "n",
+    "best_of",
+    "use_beam_search",
+    "length_penalty",
+    "early_stopping",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "seed",
+    "min_tokens",
+    "include_stop_str_in_output",
+    "ignore_eos",
+)
+_AS_TUPLES = ("allowed_token_ids", "bad_words", "stop", "stop_token_ids")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,26 +68,28 @@ class Service:
         Raises:
             InvalidRequest: a value is out of range.
         """
-        given = {name: getattr(request, name) for name in _DEFAULTED}
-        chosen = {name: value for name, value in given.items() if value is not None}
-        defaults = self.engine.sampling_defaults
-        inherited = {name: defaults[name] for name in _DEFAULTED if name in defaults}
-        stop_token_ids = tuple(request.stop_token_ids or ())
-        require_token_ids(stop_token_ids, "stop_token_ids", self.engine.vocab_size)
-        allowed = request.allowed_token_ids
+        require_token_ids(request.stop_token_ids or (), "stop_token_ids", self.engine.vocab_size)
         return SamplingParams(
-            **(inherited | chosen),
-            presence_penalty=request.presence_penalty or 0.0,
-            frequency_penalty=request.frequency_penalty or 0.0,
-            logit_bias=request.logit_bias or {},
-            allowed_token_ids=tuple(allowed) if allowed is not None else None,
-            bad_words=tuple(request.bad_words or ()),
-            seed=request.seed,
+            **(self._defaults(request) | _given(request)),
             max_tokens=request.max_completion_tokens or request.max_tokens or default_max_tokens,
-            min_tokens=request.min_tokens or 0,
-            stop=tuple(request.stop or ()),
-            stop_token_ids=stop_token_ids,
-            include_stop_str_in_output=bool(request.include_stop_str_in_output),
-            ignore_eos=bool(request.ignore_eos),
             logprobs=request.num_logprobs,
         )
+
+    def _defaults(self, request: GenerationRequest) -> dict[str, Any]:
+        """Return the model's own values. A beam search takes none: it draws nothing, and refuses
+        a repetition penalty, which the client did not send."""
+        defaults = self.engine.sampling_defaults
+        return {
+            name: defaults[name]
+            for name in _DEFAULTED
+            if name in defaults and not request.use_beam_search
+        }
+
+
+def _given(request: GenerationRequest) -> dict[str, Any]:
+    """Return what `request` sets of those parameters that are called as its fields are."""
+    values = {name: getattr(request, name) for name in _AS_GIVEN}
+    for name in _AS_TUPLES:
+        listed = getattr(request, name)
+        values[name] = tuple(listed) if listed is not None else None
+    return {name: value for name, value in values.items() if value is not None}

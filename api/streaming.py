@@ -96,40 +96,59 @@ class ChatChunks(Chunks):
         return f'"delta":{{"content":{dump_json(text)}}}' if text else '"delta":{}'
 
 
-async def events(
-    first: IndexedDelta, rest: Deltas, chunks: Chunks, *, includes_usage: bool
-) -> AsyncGenerator[bytes, None]:
+class Told:
+    """What a stream has told so far: which choices it has begun, and how many it has ended.
+
+    The choices of a prompt follow those of the prompt before, `n` of each. Usage comes exactly
+    once, since some clients add up all they see: in a chunk of its own if the client asked for
+    that, else on the last finish chunk, where clients that never ask see it too.
+    """
+
+    def __init__(self, chunks: Chunks, *, num_prompts: int, n: int, usage_at_finish: bool) -> None:
+        self._chunks = chunks
+        self._n = n
+        self._usage_at_finish = usage_at_finish
+        self._begun: set[int] = set()
+        self._num_open = num_prompts * n
+        self._usages: dict[int, Usage] = {}
+
+    def event(self, prompt: int, delta: OutputDelta) -> bytes:
+        """Return what `delta` adds, perhaps nothing."""
+        index = prompt * self._n + delta.index
+        self._usages[prompt] = delta.usage
+        opening = b"" if index in self._begun else self._chunks.opening(index)
+        self._begun.add(index)
+        if delta.finish_reason is None:
+            return opening + self._chunks.more(index, delta)
+        self._num_open -= 1
+        is_last = self._usage_at_finish and not self._num_open
+        return opening + self._chunks.finish(index, delta, self._usage() if is_last else None)
+
+    def ending(self) -> bytes:
+        """Return what follows the last choice, perhaps nothing."""
+        return b"" if self._usage_at_finish else self._chunks.usage(self._usage())
+
+    def _usage(self) -> str:
+        return dump_json(usage_body(self._usages.values()))
+
+
+async def events(first: IndexedDelta, rest: Deltas, told: Told) -> AsyncGenerator[bytes, None]:
     """Yield the events of a stream whose first delta is there already.
 
-    Usage comes exactly once, since some clients add up all they see: in a chunk of its own if the
-    client asked for that, else on the finish chunk, where clients that never ask see it too.
     An error that comes now is told as an event: the status 200 is on its way.
     """
-    usages: dict[int, Usage] = {}
     async with aclosing(rest):
         try:
-            if event := _event(first, chunks, usages, not includes_usage):
+            if event := told.event(*first):
                 yield event
             async for item in rest:
-                if event := _event(item, chunks, usages, not includes_usage):
+                if event := told.event(*item):
                     yield event
-            if includes_usage:
-                yield chunks.usage(dump_json(usage_body(usages.values())))
+            if event := told.ending():
+                yield event
         except Exception as error:
             yield f"data: {dump_json(describe(error))}\n\n".encode()
         yield DONE
-
-
-def _event(
-    item: IndexedDelta, chunks: Chunks, usages: dict[int, Usage], usage_at_finish: bool
-) -> bytes:
-    index, delta = item
-    opening = b"" if index in usages else chunks.opening(index)
-    usages[index] = delta.usage
-    if delta.finish_reason is not None:
-        usage = dump_json(usage_body(usages.values())) if usage_at_finish else None
-        return opening + chunks.finish(index, delta, usage)
-    return opening + chunks.more(index, delta)
 
 
 class EventStream(Response):

@@ -16,11 +16,6 @@ _REPR = Repr()
 _REPR.maxstring = _REPR.maxother = 60
 
 
-def _equals(neutral: float) -> _Neutral:
-    # a bool equals 0 or 1 in Python but is no number in JSON
-    return lambda value: type(value) in (int, float) and value == neutral
-
-
 def _is_false(value: Any) -> bool:
     return value is False
 
@@ -42,9 +37,6 @@ def _is_plain_text(value: Any) -> bool:
 
 
 _SHARED: dict[str, _Neutral] = {
-    "n": _equals(1),
-    "best_of": _equals(1),
-    "use_beam_search": _is_false,
     "echo": _is_false,
     "suffix": _is_empty,
     "prompt_logprobs": _never,

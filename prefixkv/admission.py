@@ -23,9 +23,11 @@ def check_token_ids(packed: bytes, vocab_size: int) -> None:
 
 
 def resolve_max_tokens(
-    num_prompt_tokens: int, wanted: int | None, max_model_len: int, pool_tokens: int
+    num_prompt_tokens: int, wanted: int | None, max_model_len: int, pool_left: int
 ) -> int:
     """Return how many tokens may be generated: as many as wanted, else what is left.
+
+    `pool_left` is what the pool leaves behind the prompt.
 
     Raises:
         ContextLengthExceeded: if prompt and output do not fit into `max_model_len`.
@@ -40,15 +42,32 @@ def resolve_max_tokens(
         )
     if wanted is not None:
         return wanted
-    return max(1, min(left, pool_tokens + 1 - num_prompt_tokens))  # the last is not written
+    return max(1, min(left, pool_left))
 
 
-def refuse_beside_beams(params: SamplingParams) -> None:
+def pool_tokens_left(
+    params: SamplingParams, num_prompt_tokens: int, *, num_blocks: int, block_size: int
+) -> int:
+    """Return how many tokens a branch may have behind the prompt in a pool that is otherwise empty.
+
+    Samples may run one after another. Beams run together, as `Request.num_blocks_at_most` counts.
+    """
+    if not params.use_beam_search:
+        return num_blocks * block_size + 1 - num_prompt_tokens  # the last is not written
+    own = (num_blocks - num_prompt_tokens // block_size) // params.n
+    return (own - 1) * block_size
+
+
+def refuse_beside_beams(params: SamplingParams, vocab_size: int) -> None:
     """Refuse what a beam search does not do.
 
     Raises:
         InvalidRequest: naming the field.
     """
+    if params.n > vocab_size:  # then there may be fewer sequences than beams
+        raise InvalidRequest(
+            f"n is {params.n} with use_beam_search; the vocabulary has {vocab_size} tokens", "n"
+        )
     unlike = {
         "presence_penalty": params.presence_penalty != 0,
         "frequency_penalty": params.frequency_penalty != 0,

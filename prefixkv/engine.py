@@ -14,7 +14,12 @@ from typing import Final, Literal, cast
 import numpy as np
 import torch
 
-from prefixkv.admission import check_token_ids, refuse_beside_beams, resolve_max_tokens
+from prefixkv.admission import (
+    check_token_ids,
+    pool_tokens_left,
+    refuse_beside_beams,
+    resolve_max_tokens,
+)
 from prefixkv.attention_step import StepAttention
 from prefixkv.config import EngineConfig
 from prefixkv.errors import (
@@ -148,7 +153,7 @@ class Engine:
         facts = self.model.facts
         check_token_ids(packed, facts.vocab_size)
         if params.use_beam_search:
-            refuse_beside_beams(params)
+            refuse_beside_beams(params, facts.vocab_size)
         if params.prompt_logprobs is not None:
             raise InvalidRequest("prompt_logprobs is not supported yet", "prompt_logprobs")
         rules = compile_rules(
@@ -165,7 +170,15 @@ class Engine:
             self._identity_for(cache_salt),
             number=number,
             max_tokens=resolve_max_tokens(
-                len(packed) // 4, params.max_tokens, self.max_model_len, self._pool_tokens
+                len(packed) // 4,
+                params.max_tokens,
+                self.max_model_len,
+                pool_tokens_left(
+                    params,
+                    len(packed) // 4,
+                    num_blocks=self.cache.pool.num_usable,
+                    block_size=self.config.block_size,
+                ),
             ),
             seed=params.seed if params.seed is not None else self._seeds.randint(0, MAX_SEED),
             priority=priority,
@@ -174,6 +187,8 @@ class Engine:
         if request.request_id in self._outputs:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
         output = RequestOutput(request, self.tokenizer, facts.eos_token_ids)
+        if params.use_beam_search:
+            output.begin_search()  # refuses a length_penalty that is too large for max_tokens
         self.scheduler.add(request)
         self._outputs[request.request_id] = output
         return request

@@ -118,8 +118,9 @@ def _check_branches(params: SamplingParams) -> None:
           "true or false")  # fmt: skip
     check(_finite(params.length_penalty), "length_penalty", params.length_penalty,
           "a finite number")  # fmt: skip
-    check(params.early_stopping in (True, False, "never"), "early_stopping",
-          params.early_stopping, 'true, false or "never"')  # fmt: skip
+    early = params.early_stopping
+    check(isinstance(early, bool) or early == "never", "early_stopping", early,
+          'true, false or "never"')  # fmt: skip
     if params.use_beam_search:
         check(best_of in (None, n), "best_of", best_of, "absent, or n, with use_beam_search")
 

@@ -4,10 +4,12 @@ import asyncio
 import json
 import string
 from collections.abc import AsyncIterator, Mapping, Sequence
+from copy import copy
 from typing import Any
 
+from prefixkv.admission import refuse_beside_beams
 from prefixkv.errors import ContextLengthExceeded, EngineStopped, InvalidRequest
-from prefixkv.outputs import FinishReason, OutputDelta, TokenLogprobs, Usage
+from prefixkv.outputs import BranchOutput, FinishReason, OutputDelta, TokenLogprobs, Usage
 from prefixkv.sampling_params import SamplingParams
 
 ALPHABET = string.ascii_lowercase
@@ -41,8 +43,51 @@ class ByteTokenizer:
         return self.encode("\n".join(lines) + ("\n<assistant>" if add_generation_prompt else ""))
 
 
+class Answer:
+    """One branch: the script from its own letter on."""
+
+    def __init__(self, index: int, script: str, num_tokens: int, params: SamplingParams) -> None:
+        self.is_over = False
+        self._index = index
+        self._script = script[index:] + script[:index]
+        self._num_tokens = num_tokens
+        self._params = params
+        self._told = BranchOutput()
+
+    def delta(self, step: int, usage: Usage, request_id: str, num_hidden: int) -> OutputDelta:
+        """Return the next letter, or the end."""
+        params = self._params
+        text = self._script[step % len(self._script)]
+        reason: FinishReason | None = "length" if step == self._num_tokens - 1 else None
+        stop_reason: int | str | None = None
+        if text in params.stop or ord(text) in params.stop_token_ids:
+            reason, stop_reason = "stop", text if text in params.stop else ord(text)
+            text = ""
+        if step < num_hidden:
+            text = ""
+        self.is_over = reason is not None
+        token_id = ord(text or "a")
+        delta = OutputDelta(
+            request_id, text, (token_id,), copy(usage), reason, stop_reason,
+            logprobs=_logprobs(token_id, params.logprobs), index=self._index,
+        )  # fmt: skip
+        self._told.add(delta)
+        return delta
+
+    def whole(self, index: int, usage: Usage, request_id: str) -> OutputDelta:
+        """Return all at once, as number `index` of what was ranked."""
+        told = self._told
+        logprobs = tuple(told.logprobs) if told.logprobs is not None else None
+        return OutputDelta(
+            request_id, told.text, tuple(told.token_ids), copy(usage), told.finish_reason,
+            told.stop_reason, logprobs=logprobs, index=index, score=-0.5 * (index + 1),
+        )  # fmt: skip
+
+
 class FakeEngine:
-    """Answers every prompt with the alphabet, a letter a step.
+    """Answers every prompt with the alphabet, a letter a step; further branches begin further on.
+
+    Of ranked branches the last one is the best.
 
     A test may set `error` (raised before the first delta), `fail_after` (deltas before `failure`
     is raised), `step_s` and `pause_after` (deltas before a very long step), and may read the rest.
@@ -95,6 +140,8 @@ class FakeEngine:
         self._require_running()
         if self.error is not None:
             raise self.error
+        if params.use_beam_search:
+            refuse_beside_beams(params, self.vocab_size)
         num_left = self.max_model_len - len(prompt)
         num_tokens = min(params.max_tokens or DEFAULT_NUM_TOKENS, num_left)
         if num_left < (params.max_tokens or 1):
@@ -105,6 +152,7 @@ class FakeEngine:
         call = {"prompt": list(prompt), "params": params, "request_id": request_id}
         self.calls.append(call | {"cache_salt": cache_salt, "priority": priority})
         usage = Usage(num_prompt_tokens=len(prompt), num_cached_tokens=num_cached)
+        answers = [Answer(i, self.script, num_tokens, params) for i in range(params.num_branches)]
         self.num_active += 1
         is_finished = False
         try:
@@ -113,32 +161,18 @@ class FakeEngine:
                 self._require_running()
                 if step == self.fail_after:
                     raise self.failure
-                delta = self._delta(step, num_tokens, params, usage, request_id or "")
-                is_finished = delta.finish_reason is not None
-                yield delta
-                if is_finished:
-                    return
+                for answer in (answer for answer in answers if not answer.is_over):
+                    usage.num_completion_tokens += 1
+                    delta = answer.delta(step, usage, request_id or "", self.num_hidden_steps)
+                    is_finished = all(answer.is_over for answer in answers)
+                    if not params.is_ranked:
+                        yield delta
+            if params.is_ranked:
+                for index, answer in enumerate(answers[::-1][: params.n]):
+                    yield answer.whole(index, usage, request_id or "")
         finally:
             self.num_active -= 1
             self.num_aborts += not is_finished
-
-    def _delta(
-        self, step: int, num_tokens: int, params: SamplingParams, usage: Usage, request_id: str
-    ) -> OutputDelta:
-        usage.num_completion_tokens += 1
-        text = self.script[step % len(self.script)]
-        reason: FinishReason | None = "length" if step == num_tokens - 1 else None
-        stop_reason: int | str | None = None
-        if text in params.stop or ord(text) in params.stop_token_ids:
-            reason, stop_reason = "stop", text if text in params.stop else ord(text)
-            text = ""
-        if step < self.num_hidden_steps:
-            text = ""
-        token_id = ord(text or "a")
-        logprobs = _logprobs(token_id, params.logprobs)
-        return OutputDelta(
-            request_id, text, (token_id,), usage, reason, stop_reason, logprobs=logprobs
-        )
 
     def _num_cached(self, prompt: Sequence[int]) -> int:
         return max((_common(prompt, call["prompt"]) for call in self.calls), default=0)

@@ -96,6 +96,19 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
         ({"request_id": "a\nb"}, "request_id"),
         ({"request_id": "x" * 129}, "request_id"),
         ({"model": 3}, "model"),
+        ({"n": 0}, "n"),
+        ({"n": 129}, "n"),
+        ({"n": True}, "n"),
+        ({"n": "2"}, "n"),
+        ({"best_of": 0}, "best_of"),
+        ({"best_of": 129}, "best_of"),
+        ({"n": 3, "best_of": 2}, "best_of"),
+        ({"n": 2, "best_of": 3, "stream": True}, "best_of"),
+        ({"n": 2, "best_of": 3, "use_beam_search": True}, "best_of"),
+        ({"use_beam_search": 1}, "use_beam_search"),
+        ({"use_beam_search": True, "stream": True}, "stream"),
+        ({"length_penalty": "1"}, "length_penalty"),
+        ({"early_stopping": "always"}, "early_stopping"),
     ],
 )
 @pytest.mark.parametrize("url", [COMPLETIONS, CHATS])
@@ -151,7 +164,6 @@ def test_a_wrong_prompt_is_refused(client: httpx.Client, prompt: Any) -> None:
     ("url", "fields"),
     [
         *((url, fields) for url in (COMPLETIONS, CHATS) for fields in (
-            {"n": 2}, {"n": 0}, {"n": True}, {"best_of": 2}, {"use_beam_search": True},
             {"echo": True}, {"suffix": "x"},
             {"response_format": {"type": "json_object"}}, {"structured_outputs": {"regex": "a"}},
             {"prompt_logprobs": 0},
@@ -182,7 +194,8 @@ def test_neutral_values_are_served(client: httpx.Client, url: str) -> None:
         "n": 1, "best_of": 1, "presence_penalty": 0, "frequency_penalty": 0.0, "logprobs": False,
         "repetition_penalty": 1.0, "min_tokens": 0, "logit_bias": {}, "bad_words": [],
         "response_format": {"type": "text"}, "tool_choice": "none", "echo": False,
-        "use_beam_search": False, "store": False, "parallel_tool_calls": True,
+        "use_beam_search": False, "length_penalty": 1.0, "early_stopping": False, "store": False,
+        "parallel_tool_calls": True,
     }  # fmt: skip
     response = client.post(url, json={"prompt": "x", "messages": MESSAGES, **neutral})
 

@@ -25,11 +25,11 @@ class ScriptedEngine(FakeEngine):
         yield OutputDelta("r", "x", (1,), Usage(), self._reason, error="it broke")
 
 
-def run(engine: FakeEngine, num_prompts: int) -> None:
+def run(engine: FakeEngine, num_prompts: int, n: int = 1) -> None:
     """Run the prompts to their end."""
     prompts = [[1]] * num_prompts
-    deltas = generate(engine, prompts, SamplingParams(), GenerationRequest(), "id")
-    asyncio.run(collect(deltas, num_prompts))
+    deltas = generate(engine, prompts, SamplingParams(n=n), GenerationRequest(), "id")
+    asyncio.run(collect(deltas, num_prompts, n))
 
 
 @pytest.mark.parametrize("num_prompts", [1, 2])
@@ -42,6 +42,13 @@ def test_only_stop_and_length_end_an_answer(
     """Clients crash on other finish reasons and on none, so those become errors."""
     with pytest.raises(StepFailed, match=message):
         run(ScriptedEngine(reason), num_prompts)
+
+
+@pytest.mark.parametrize("num_prompts", [1, 2])
+def test_an_output_that_never_ends_is_an_error(num_prompts: int) -> None:
+    """One of two has ended; the engine says no more."""
+    with pytest.raises(StepFailed, match="1 outputs without a finish reason"):
+        run(ScriptedEngine("stop"), num_prompts, n=2)
 
 
 def test_closing_the_answers_aborts_the_prompts() -> None:

@@ -14,7 +14,7 @@ from tiny_models import EOS, byte_tokenizer, tiny_engine, tiny_model
 from prefixkv.engine import Engine
 from prefixkv.errors import InvalidRequest, StepFailed
 from prefixkv.llm import LLM
-from prefixkv.outputs import Completion, OutputDelta
+from prefixkv.outputs import BranchOutput, Completion, OutputDelta
 from prefixkv.sampling_params import SamplingParams
 
 PROMPT = [10, 20, 30, 40, 50, 60, 70, 20, 30]
@@ -267,13 +267,10 @@ def test_logprobs_in_a_batch(model: Any) -> None:
         params = SamplingParams(seed=i, max_tokens=6, ignore_eos=True, logprobs=num_top)
         request = engine.add(prompt, params, request_id=str(i))
         completions[str(i)] = Completion(
-            str(i), "", [], "length", request.usage, prompt_token_ids=prompt
+            str(i), request.usage, [BranchOutput()], prompt_token_ids=prompt
         )
     for delta in deltas_of(engine, engine.scheduler.preempt_all):
-        completion = completions[delta.request_id]
-        completion.token_ids += delta.token_ids
-        if delta.logprobs is not None:
-            completion.logprobs = [*(completion.logprobs or ()), *delta.logprobs]
+        completions[delta.request_id].outputs[0].add(delta)
 
     for i, num_top in enumerate(wanted * 2):
         if num_top is None:
