@@ -94,6 +94,7 @@ class Engine:
         self.num_computed_tokens = 0
         self._sampler = Sampler()
         self._outputs: dict[str, RequestOutput] = {}
+        self._untold: list[OutputDelta] = []  # what an interrupted step has still to tell
         self._numbers = itertools.count()
         self._ids = itertools.count()
         self._seeds = random.Random(config.seed)
@@ -126,8 +127,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is unfinished."""
-        return self.scheduler.has_work
+        """Whether any request is unfinished, or has something to tell."""
+        return self.scheduler.has_work or bool(self._untold)
 
     def add(
         self,
@@ -199,6 +200,10 @@ class Engine:
 
     def abort(self, request_id: str) -> bool:
         """End a request without another delta; False if there is none of that id."""
+        self._untold = [delta for delta in self._untold if delta.request_id != request_id]
+        return self._end(request_id)
+
+    def _end(self, request_id: str) -> bool:
         output = self._outputs.pop(request_id, None)
         if output is None:
             return False
@@ -221,17 +226,27 @@ class Engine:
         A failing forward ends the requests of the step with an error; nothing of it is published,
         and the engine lives on.
         """
-        batch = self.scheduler.schedule()
-        if not batch:
-            return []
-        self.num_steps += 1
         try:
-            return self._run(batch)
-        except BaseException:  # interrupted: the requests go on with the next step
-            self._take_back(batch)
+            batch = self.scheduler.schedule()
+        except BaseException:  # interrupted: who holds what is half done
+            self.scheduler.recover(self._branches())
             raise
+        if batch:
+            self.num_steps += 1
+            try:
+                self._run(batch)
+            except BaseException:  # interrupted: the requests go on with the next step
+                self._take_back(batch)
+                raise
+        deltas, self._untold = self._untold, []
+        return deltas
 
-    def _run(self, batch: list[ScheduledBranch]) -> list[OutputDelta]:
+    def _branches(self) -> list[Branch]:
+        """All branches that are not over."""
+        return [branch for output in self._outputs.values() for branch in output.request.branches]
+
+    def _run(self, batch: list[ScheduledBranch]) -> None:
+        """Compute, commit and deliver; what is to be told is added to `_untold`."""
         failure: str | None = None
         try:
             results = self._compute(batch)
@@ -239,7 +254,8 @@ class Engine:
             logger.exception("a step of %d branches failed", len(batch))
             failure = f"{type(error).__name__}: {error}"
         if failure is not None:  # outside the handler, where no traceback holds on to arrays
-            return self._fail_all({item.branch.request: failure for item in batch})
+            self._fail_all({item.branch.request: failure for item in batch})
+            return
         sick = {
             item.branch.request: "the model computed values that are not finite"
             for item, result in zip(batch, results, strict=True)
@@ -248,10 +264,10 @@ class Engine:
         well = [i for i, item in enumerate(batch) if item.branch.request not in sick]
         for i in well:
             self._commit(batch[i])
-        deltas = self._fail_all(sick)
+        self._fail_all(sick)
         for i in well:
-            deltas += self._deliver(batch[i].branch, results[i])
-        return deltas + self._advance_searches([batch[i] for i in well], results, well)
+            self._deliver(batch[i].branch, results[i])
+        self._advance_searches([batch[i] for i in well], results, well)
 
     def _take_back(self, batch: list[ScheduledBranch]) -> None:
         """Undo what was scheduled and not computed, or computed without its token being drawn."""
@@ -267,6 +283,8 @@ class Engine:
         for branch in list(self.scheduler.running):
             if branch.num_pending_tokens == 0:  # forked, and got no token: it is forked again
                 self.scheduler.finish_branch(branch)
+        for output in list(self._outputs.values()):
+            self._end_what_is_over(output)
 
     def _compute(self, batch: list[ScheduledBranch]) -> list[StepResult]:
         """Return for each branch its next tokens, or its logits if a beam search wants them.
@@ -323,7 +341,7 @@ class Engine:
                 num_prompt_tokens=request.num_prompt_tokens,
                 wants_logprob=request.params.is_ranked,
             )
-            for index in (branch.index, *_missing_branches(branch))
+            for index in (*self._missing_branches(branch), branch.index)
         ]
 
     def _commit(self, item: ScheduledBranch) -> None:
@@ -331,49 +349,66 @@ class Engine:
         item.branch.request.usage.num_computed_tokens += item.num_tokens
         self.scheduler.committed(item.branch)
 
-    def _deliver(self, branch: Branch, result: StepResult) -> list[OutputDelta]:
+    def _deliver(self, branch: Branch, result: StepResult) -> None:
         """Give a branch its token; fork the others of its request first, where the prompt ends."""
         if not isinstance(result, list):
-            return []
-        branches = [branch]
-        branches += [self.scheduler.fork(branch, index) for index in _missing_branches(branch)]
-        deltas: list[OutputDelta] = []
+            return
+        # the first one last: until it has its token, an interrupted step can be run again
+        missing = self._missing_branches(branch)
+        branches = [*(self.scheduler.fork(branch, index) for index in missing), branch]
         for each, sampled in zip(branches, result, strict=True):
             if each.request.request_id in self._outputs:  # a sibling may have failed just now
-                deltas += self._append(each, sampled)
-        return deltas
+                self._append(each, sampled)
 
-    def _append(self, branch: Branch, sampled: Sampled) -> list[OutputDelta]:
+    def _append(self, branch: Branch, sampled: Sampled) -> None:
         """Give a branch its token, and end it if it is over."""
         request = branch.request
         if sampled.token_id is None:
-            nothing = "allowed_token_ids, bad_words and min_tokens leave no token"
-            return self._fail_all({request: nothing})
+            self._fail_all({request: "allowed_token_ids, bad_words and min_tokens leave no token"})
+            return
         output = self._outputs[request.request_id]
         branch.append(sampled.token_id)
+        request.usage.num_completion_tokens += 1
         try:
-            deltas, is_over = output.push(branch, sampled.token_id, sampled.logprobs)
+            self._untold += output.push(branch, sampled.token_id, sampled.logprobs)
         except Exception as error:
             logger.exception("the output of %s cannot be decoded", branch)
-            return self._fail_all({request: f"{type(error).__name__}: {error}"})
-        if is_over:
-            self.scheduler.finish_branch(branch)
+            self._fail_all({request: f"{type(error).__name__}: {error}"})
+            return
+        except BaseException:  # interrupted: the token is drawn again
+            branch.tokens.pop()
+            request.usage.num_completion_tokens -= 1
+            raise
+        self._end_what_is_over(output)
+
+    def _end_what_is_over(self, output: RequestOutput) -> None:
+        """End the branches that have got their last token, and their request with the last one."""
+        request = output.request
+        for branch in list(request.branches):
+            if branch.index in output.over:
+                self.scheduler.finish_branch(branch)
         if not request.branches:
             if request.params.is_ranked:
-                deltas = output.ranked_samples()
-            self.abort(request.request_id)
-        return deltas
+                self._untold += output.ranked_samples()
+            self._end(request.request_id)
+
+    def _missing_branches(self, branch: Branch) -> list[int]:
+        """Indices of the branches to be forked from this one, whose prompt is computed just now."""
+        request = branch.request
+        if branch.index or branch.num_output_tokens:
+            return []
+        begun = self._outputs[request.request_id].begun
+        return [i for i in range(1, request.params.num_branches) if i not in begun]
 
     def _advance_searches(
         self, items: list[ScheduledBranch], results: list[StepResult], places: list[int]
-    ) -> list[OutputDelta]:
+    ) -> None:
         """Let each beam search choose who goes on, from the logits of all its beams."""
         rows: dict[Request, list[torch.Tensor]] = {}
         for item, place in zip(items, places, strict=True):
             row = results[place]
             if isinstance(row, torch.Tensor):
                 rows.setdefault(item.branch.request, []).append(row)
-        deltas: list[OutputDelta] = []
         for request, logits in rows.items():
             output = self._outputs[request.request_id]
             search = output.search
@@ -383,19 +418,16 @@ class Engine:
             scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
             goes_on = search.advance(scores.log_softmax(dim=-1))
             if search.is_done:
-                deltas += output.beams(search.hypotheses())
-                self.abort(request.request_id)
+                self._untold += output.beams(search.hypotheses())
+                self._end(request.request_id)
             else:
                 self.scheduler.branch_out(request, goes_on)
-        return deltas
 
-    def _fail_all(self, errors: dict[Request, str]) -> list[OutputDelta]:
+    def _fail_all(self, errors: dict[Request, str]) -> None:
         """End requests with an error each."""
-        deltas = []
         for request, error in errors.items():
-            deltas.append(self._outputs[request.request_id].fail(error))
-            self.abort(request.request_id)
-        return deltas
+            self._untold.append(self._outputs[request.request_id].fail(error))
+            self._end(request.request_id)
 
     # -- the cache -------------------------------------------------------------------------------
 
@@ -432,7 +464,7 @@ class Engine:
     def check_invariants(self) -> None:
         """Check the books of the scheduler and the cache; O(blocks)."""
         self.scheduler.check_invariants()
-        branches = [b for output in self._outputs.values() for b in output.request.branches]
+        branches = self._branches()
         twins = [twin for waiting in self.scheduler.twins.values() for _, twin in waiting]
         queued = [*twins, *self.scheduler.running, *self.scheduler.waiting]
         if Counter(branches) != Counter(queued):
@@ -451,15 +483,6 @@ def choose_backend(facts: ModelFacts, name: str) -> AttentionBackend:
     if reason is not None:
         raise ConfigError(f"attention_backend: {reason}")
     return backend
-
-
-def _missing_branches(branch: Branch) -> list[int]:
-    """Indices of the branches that are to be forked from this one, whose prompt is computed."""
-    request = branch.request
-    if branch.index or branch.num_output_tokens:
-        return []
-    there = {other.index for other in request.branches}
-    return [i for i in range(request.params.num_branches) if i not in there]
 
 
 def _all_by_branch(rows: torch.Tensor, inputs: StepInputs) -> list[bool]:

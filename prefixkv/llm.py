@@ -125,6 +125,8 @@ class LLM:
         unread = self._unread[request_id]
         while num_open:
             while not unread:
+                if not self.engine.has_work:
+                    raise StepFailed(f"{request_id} was ended by somebody else")
                 for delta in self.engine.step():
                     if delta.request_id in self._unread:
                         self._unread[delta.request_id].append(delta)

@@ -199,6 +199,11 @@ class BlockPool:
         block.state = FREE
         self.free.append(block)
 
+    def drop_unheld(self, root: Root) -> None:
+        """Forget a root that was opened for nothing."""
+        if not root.refs:
+            self._drop_root(root)
+
     def _drop_root(self, root: Block) -> None:
         assert isinstance(root, Root)
         if self.roots.get(root.key) is root:

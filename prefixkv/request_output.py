@@ -18,6 +18,8 @@ class RequestOutput:
 
     Attributes:
         search: the beam search of the request; None unless it has begun.
+        begun: indices of the branches that have got a token.
+        over: indices of those that have got their last one.
     """
 
     def __init__(
@@ -27,29 +29,30 @@ class RequestOutput:
         self.search: BeamSearch | None = None
         self._tokenizer = tokenizer
         self._eos_token_ids = eos_token_ids
+        self.begun: set[int] = set()
+        self.over: set[int] = set()
         self._streams: dict[int, OutputStream] = {}
         self._drawn: dict[int, _Sample] = {}
 
     def push(
         self, branch: Branch, token_id: int, logprobs: TokenLogprobs | None
-    ) -> tuple[list[OutputDelta], bool]:
-        """Add a token that a branch has just appended.
-
-        Returns what is to be told now, and whether the branch is over.
-        """
+    ) -> list[OutputDelta]:
+        """Add a token that a branch has just appended; returns what is to be told now."""
         stream = self._streams.get(branch.index)
         if stream is None:
             stream = OutputStream(branch, self._tokenizer, self._eos_token_ids)
             self._streams[branch.index] = stream
         stream.branch = branch
-        self.request.usage.num_completion_tokens += 1
         delta = stream.push(token_id, logprobs)
+        self.begun.add(branch.index)
+        if delta.finish_reason is not None:
+            self.over.add(branch.index)
         if self.request.params.is_ranked:
             sample = self._drawn.setdefault(branch.index, _Sample(branch.index))
             sample.add(delta)
             sample.sum_logprobs += logprobs.logprob if logprobs is not None else 0.0
-            return [], delta.finish_reason is not None
-        return [delta], delta.finish_reason is not None
+            return []
+        return [delta]
 
     def ranked_samples(self) -> list[OutputDelta]:
         """Tell the best `n` of all that were drawn, by their mean log-probability."""

@@ -143,13 +143,13 @@ class Scheduler:
 
     def finish_branch(self, branch: Branch, *, cold: bool = False) -> None:
         """End one branch; with `cold`, what becomes idle by it is the first to be evicted."""
-        branch.request.branches.remove(branch)
         if branch.sequence is not None:
             self._stop_running(branch, cold=cold)
-            return
-        for leader, twins in list(self.twins.items()):
-            self._keep_twins(leader, [twin for twin in twins if twin[1] is not branch])
-        self.waiting.discard(branch)
+        else:
+            for leader, twins in list(self.twins.items()):
+                self._keep_twins(leader, [twin for twin in twins if twin[1] is not branch])
+            self.waiting.discard(branch)
+        branch.request.branches.remove(branch)
 
     def fork(self, branch: Branch, index: int) -> Branch:
         """Add a branch that goes on from where `branch` is, sharing all its blocks.
@@ -213,6 +213,36 @@ class Scheduler:
                 branch.sequence = None
         request.restart()
         self.waiting.update(request.branches)
+
+    def recover(self, branches: Iterable[Branch]) -> None:
+        """Put the books in order after `schedule` was interrupted, wherever that was.
+
+        Who holds a sequence keeps what is computed and runs; all others wait. Nothing that was
+        scheduled counts.
+
+        Args:
+            branches: all that are not over.
+        """
+        self.running.clear()
+        self.waiting.clear()
+        self.twins.clear()
+        requests = {branch.request for branch in branches}
+        held = set()
+        for request in requests:
+            runs = [branch.sequence in self.cache.sequences for branch in request.branches]
+            if request.admission is None or (request.in_lockstep and not all(runs)):
+                request.restart()
+                runs = [False]
+            for branch, does_run in zip(request.branches, runs, strict=True):
+                if does_run and branch.sequence is not None:
+                    branch.sequence.discard()
+                    held.add(branch.sequence)
+                    self.running.add(branch)
+                else:
+                    branch.sequence = None
+                    self.waiting.add(branch)
+        for sequence in self.cache.sequences - held:
+            sequence.release()
 
     def committed(self, branch: Branch) -> None:
         """Let go on who waited for tokens that `branch` has now computed."""

@@ -55,7 +55,11 @@ class Sequence:
         """
         packed = pack_tokens(tokens)
         root = cache.root(identity)
-        block, num_tokens = cache.match(root, packed)
+        try:
+            block, num_tokens = cache.match(root, packed)
+        except BaseException:  # a digest that fails, or an interrupt
+            cache.pool.drop_unheld(root)
+            raise
         return cls(cache, root, block, num_tokens)
 
     def __repr__(self) -> str:

@@ -184,6 +184,20 @@ def test_the_end_of_an_old_root_leaves_the_new_one() -> None:
     assert world.open(MODEL, [0, 1, 0]).sequence.num_tokens == 2
 
 
+def test_a_digest_that_fails_leaves_no_root() -> None:
+    """An open that is interrupted changes nothing."""
+    world = small_world()
+
+    def fail(_: bytes) -> bytes:
+        raise KeyboardInterrupt
+
+    world.cache.digest = fail
+    with pytest.raises(KeyboardInterrupt):
+        world.open(MODEL, [0, 1, 1])
+    world.check()
+    assert not world.cache.pool.roots
+
+
 # -- writing ---------------------------------------------------------------------------------------
 
 

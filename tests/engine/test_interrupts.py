@@ -1,0 +1,119 @@
+"""An interrupt (Ctrl-C) anywhere in a step: no token is lost, repeated, or taken for computed."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from engine_runs import assert_idle, greedy, poison
+from tiny_models import reference_output, tiny_engine, tiny_model
+
+from prefixkv.engine import Engine
+from prefixkv.llm import LLM
+from prefixkv.output_stream import OutputStream
+from prefixkv.outputs import BranchOutput
+from prefixkv.prefix_cache import PrefixCache
+from prefixkv.sampling_params import SamplingParams
+from prefixkv.scheduler import Batch, Scheduler
+
+T = 5
+PLACES: list[tuple[Any, str]] = [
+    (PrefixCache, "match"), (Scheduler, "_start"), (Scheduler, "_reserve_all"), (Batch, "add"),
+    (Scheduler, "_stop_running"), (Scheduler, "finish_branch"), (Scheduler, "committed"),
+    (Scheduler, "fork"), (OutputStream, "push"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_model()
+
+
+def interrupt(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, moment: int) -> list[int]:
+    """Let the given call of a function be interrupted before it begins; counts down."""
+    countdown = [moment]
+    call = getattr(owner, name)
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        countdown[0] -= 1
+        if countdown[0] == -1:
+            raise KeyboardInterrupt
+        return call(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, interrupted)
+    return countdown
+
+
+def steps(engine: Engine) -> Iterator[Any]:
+    """Step to the end, whatever is interrupted, over a pool whose unwritten slots are NaN."""
+    while engine.has_work:
+        poison(engine, float("nan"))
+        with contextlib.suppress(KeyboardInterrupt):
+            yield from engine.step()
+        engine.check_invariants()
+
+
+@pytest.mark.parametrize("moment", [0, 1, 2, 4, 7])
+@pytest.mark.parametrize(("owner", "name"), PLACES)
+def test_every_answer_is_whole_and_is_found_again(
+    model: Any, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, moment: int
+) -> None:
+    """In a pool too small for all, with chunks, twins, preemption and samples; then once more."""
+    prompts = [[5 + i // 2, 6, 7, 8, 9, 10, 11, 12, 13 + i // 2] for i in range(6)]
+    engine = tiny_engine(model, num_blocks=9, max_prefill_chunk=4, max_num_batched_tokens=12)
+    with monkeypatch.context() as patch:
+        interrupt(patch, owner, name, moment)
+        for _ in range(2):
+            params = SamplingParams(temperature=0, max_tokens=T, n=2)
+            requests = [engine.add(prompt, params) for prompt in prompts]
+            outputs = {
+                (request.request_id, i): BranchOutput(i) for request in requests for i in range(2)
+            }
+            for delta in steps(engine):
+                assert delta.error is None
+                outputs[delta.request_id, delta.index].add(delta)
+            for request, prompt in zip(requests, prompts, strict=True):
+                for i in range(2):
+                    output = outputs[request.request_id, i]
+                    assert output.token_ids == reference_output(model, prompt, T)
+            assert_idle(engine)
+
+
+def test_what_an_interrupted_schedule_wrote_is_not_taken_for_computed(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt in chunks, interrupted while another is admitted: neither sees an unwritten slot."""
+    engine = tiny_engine(model, num_blocks=12, max_prefill_chunk=4)
+    prompt = list(range(5, 25))
+    first = engine.add(prompt, greedy(3))
+    engine.step()
+    second = engine.add([40, 41, 42], greedy(3))
+    told: dict[str, list[int]] = {first.request_id: [], second.request_id: []}
+    with monkeypatch.context() as patch:
+        countdown = interrupt(patch, PrefixCache, "match", 0)
+        for delta in steps(engine):
+            told[delta.request_id] += delta.token_ids
+        assert countdown[0] < 0
+    assert told[first.request_id] == reference_output(model, prompt, 3)
+    assert told[second.request_id] == reference_output(model, [40, 41, 42], 3)
+    again = engine.add(prompt, greedy(3))
+    tokens = [token for delta in steps(engine) for token in delta.token_ids]
+    assert again.usage.num_cached_tokens == 19
+    assert tokens == reference_output(model, prompt, 3)
+
+
+def test_an_open_stream_survives_another_calls_interrupt(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the interrupted step had told is told by the next one."""
+    llm = LLM.from_engine(tiny_engine(model))
+    stream = llm.stream([5, 6, 7], greedy(2))
+    tokens = [*next(stream).token_ids]
+    with monkeypatch.context() as patch:
+        interrupt(patch, OutputStream, "push", 1)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([[8, 9]], greedy(2))
+    for delta in stream:
+        tokens += delta.token_ids
+    assert tokens == reference_output(model, [5, 6, 7], 2)
+    assert_idle(llm.engine)
