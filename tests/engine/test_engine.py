@@ -492,7 +492,7 @@ def test_an_output_that_cannot_be_decoded_fails_alone(
     engine.add([*PROMPT, 9], greedy(6), request_id="good")
     stream = engine._streams["bad"]
 
-    def fail(_: int) -> None:
+    def fail(*_: object) -> None:
         raise ValueError("planted")
 
     monkeypatch.setattr(stream, "push", fail)
