@@ -105,7 +105,7 @@ def test_beams_are_those_of_transformers(
     engine.kv_cache.fill(float("nan"))
     for cached in (0, len(PROMPT) - 1):
         request = engine.add(PROMPT, params)
-        assert_equal(*search(engine, request), expected)
+        assert_equal(search(engine, request)[0], expected)
         assert request.usage.num_cached_tokens == cached
 
     request = engine.add(PROMPT, params)
