@@ -164,7 +164,7 @@ def test_each_choice_of_a_chat_begins_with_its_role(client: httpx.Client) -> Non
         deltas[choice["index"]].append(choice["delta"])
 
     for index, mine in deltas.items():
-        first, second = ALPHABET[index : index + 2]
+        first, second = list(ALPHABET[index : index + 2])
         opening = {"role": "assistant", "content": ""}
         assert mine == [opening, {"content": first}, {"content": second}]
 

@@ -259,7 +259,7 @@ def test_a_trace_that_is_replayed_repeats_itself() -> None:
         steps: list[list[tuple[str, int, int, list[int]]]] = []
         executor.on_batch = lambda batch: steps.append(
             [
-                (i.branch.request.request_id, i.start, i.num_tokens, i.sequence.block_table().tolist())
+                (i.branch.request.request_id, i.start, i.num_tokens, list(i.sequence.block_table()))
                 for i in batch
             ]
         )
