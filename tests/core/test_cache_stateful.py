@@ -301,4 +301,4 @@ def test_no_order_of_operations_breaks_an_invariant(digest: str) -> None:
     print(digest, dict(sorted(seen.items())))  # noqa: T201 # shown with -s and on failure
     if settings().max_examples >= 500:  # fewer may miss one
         assert not [situation for situation in SITUATIONS if not seen[situation]]
-    assert (seen["collision"] > 0) == (digest != "good")
+        assert (seen["collision"] > 0) == (digest != "good")

@@ -14,6 +14,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from prefixkv.block import Block, Root
 from prefixkv.errors import RequestTooLarge
 from prefixkv.identity import ModelIdentity
 from prefixkv.request import Request
@@ -25,7 +26,8 @@ SITUATIONS = [
     "can never fit", "ended", "ended, of several branches",
     "a branch cancelled", "found in the cache", "part of a block found", "preempted", "evicted",
     "copied on write", "taken over", "published by another before",
-    "copies failed", "forward failed", "interrupted", "NaN while others go on",
+    "copies failed", "forward failed", "interrupted", "interrupted while scheduling",
+    "NaN while others go on",
     "NaN in a chunk that samples nothing",
     "aborted waiting", "aborted as a twin", "aborted in its prompt", "aborted decoding",
     "reset in flight", "weights changed in flight", "twins when all are preempted",
@@ -136,6 +138,28 @@ class SchedulerMachine(RuleBasedStateMachine):
         seen["interrupted" if fault == "interrupt" else f"{fault} failed"] += bool(batch)
         if fault != "interrupt":
             self.forget([item.branch.request for item in batch])
+
+    @precondition(has_requests)
+    @rule(moment=st.integers(0, 2))
+    def interrupt_schedule(self, moment: int) -> None:
+        """While others are admitted: what was scheduled before them does not count."""
+        executor = self.executor
+        match, calls = executor.cache.match, iter(range(moment))
+
+        def interrupted(root: Root, packed: bytes) -> tuple[Block, int]:
+            if next(calls, None) is None:
+                raise KeyboardInterrupt
+            return match(root, packed)
+
+        executor.cache.match = interrupted  # type: ignore[assignment,method-assign]
+        try:
+            executor.step()
+        except KeyboardInterrupt:
+            seen["interrupted while scheduling"] += 1
+            executor.scheduler.recover([b for r in self.alive for b in r.branches])
+        finally:
+            executor.cache.match = match  # type: ignore[method-assign]
+        self.bury()
 
     @precondition(has_requests)
     @rule(data=st.data())

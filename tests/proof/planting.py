@@ -31,8 +31,15 @@ import pytest
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 LIMIT_S, WORKERS = 30, 2
-PLAIN = ["test_rules", "test_cache", "test_identity", "test_invariants", "test_scheduler"]
-MACHINES = ["test_cache_stateful", "test_scheduler_machine"]
+PLAIN = [
+    "test_rules",
+    "test_beams",
+    "test_cache",
+    "test_identity",
+    "test_invariants",
+    "test_scheduler",
+]
+MACHINES = ["test_scheduler_machine", "test_cache_stateful"]
 TESTS = {"all": PLAIN + MACHINES, "plain": PLAIN, "machines": MACHINES}
 
 
