@@ -31,15 +31,8 @@ import pytest
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 LIMIT_S, WORKERS = 30, 2
-PLAIN = [
-    "test_rules",
-    "test_beams",
-    "test_cache",
-    "test_identity",
-    "test_invariants",
-    "test_scheduler",
-]
-MACHINES = ["test_scheduler_machine", "test_cache_stateful"]
+PLAIN = ["rules", "branches", "beams", "cache", "identity", "invariants", "scheduler"]
+MACHINES = ["scheduler_machine", "cache_stateful"]
 TESTS = {"all": PLAIN + MACHINES, "plain": PLAIN, "machines": MACHINES}
 
 
@@ -136,7 +129,7 @@ def judge(bug: str, tests: Sequence[str]) -> Verdict:
     signal.alarm(LIMIT_S)
     first, output, began = FirstFailure(), io.StringIO(), time.monotonic()
     command = ["-x", "-q", "--no-header", "--tb=line", "-p", "no:cacheprovider"]
-    command += [str(ROOT / "tests" / "core" / f"{test}.py") for test in tests]
+    command += [str(ROOT / "tests" / "core" / f"test_{test}.py") for test in tests]
     with contextlib.redirect_stdout(output):
         exit_code = pytest.main([f"--rootdir={ROOT}", *command], plugins=[first])
     seconds = time.monotonic() - began
