@@ -115,7 +115,8 @@ class FakeExecutor:
         self.cache.pool.finish_copies()
         for item in batch:
             failed = fault is not None or item.branch.request in not_finite
-            self.kv.write(item.sequence, item.branch.tokens.tolist(), failed=failed)
+            tokens = item.branch.tokens.tolist()
+            self.kv.write(item.sequence, tokens, start=item.start, failed=failed)
 
     @staticmethod
     def _take_back(batch: list[ScheduledBranch]) -> None:

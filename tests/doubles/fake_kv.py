@@ -39,11 +39,22 @@ class FakeKV:
                 if source in self.slots:
                     self.slots[target] = self.slots[source]
 
-    def write(self, sequence: Sequence, tokens: list[int], *, failed: bool = False) -> None:
-        """Compute the scheduled tokens of a sequence whose whole stream is `tokens`."""
+    def write(
+        self,
+        sequence: Sequence,
+        tokens: list[int],
+        *,
+        start: int | None = None,
+        failed: bool = False,
+    ) -> None:
+        """Compute the scheduled tokens of a sequence whose whole stream is `tokens`.
+
+        From `start` on, if somebody else says what the step computes.
+        """
         table = sequence.block_table()
         block_size = sequence.cache.block_size
-        for position in range(sequence.num_computed_tokens, sequence.num_tokens):
+        start = sequence.num_computed_tokens if start is None else start
+        for position in range(start, sequence.num_tokens):
             slot = (table[position // block_size], position % block_size)
             self.slots.pop(slot, None)
             if not failed:
