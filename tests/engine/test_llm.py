@@ -184,7 +184,7 @@ def test_what_a_search_refuses_never_reaches_a_step(
 def test_beams_without_a_limit_share_what_the_pool_leaves(model: Any, n: int) -> None:
     """The longest that fits for each of them; one token more is refused."""
     engine = tiny_engine(model, num_blocks=60)
-    params = {"n": n, "use_beam_search": True}
+    params: dict[str, Any] = {"n": n, "use_beam_search": True}
     request = engine.add(range(5, 16), SamplingParams(**params, max_tokens=None))
 
     assert request.num_blocks_at_most(4) <= 60
