@@ -1,4 +1,4 @@
-"""Beam search of one prompt, apart from any engine: log-probabilities in, who goes on from whom out.
+"""Beam search of one prompt, apart from any engine: who goes on from whom, by log-probabilities.
 
 It gives what transformers 5.24 gives for `generate(num_beams=width, do_sample=False,
 num_return_sequences=width)`, down to the order of equals. So the choices among few scores are

@@ -259,11 +259,14 @@ class Engine:
             if branch.sequence is not sequence:
                 continue
             if branch.request.in_lockstep:  # who goes on from whom may be half done
-                self.scheduler.preempt(branch)
+                self.scheduler.restart(branch.request)
                 continue
             sequence.discard()
             if branch.num_pending_tokens == 0:
                 sequence.rollback(sequence.num_tokens - 1)
+        for branch in list(self.scheduler.running):
+            if branch.num_pending_tokens == 0:  # forked, and got no token: it is forked again
+                self.scheduler.finish_branch(branch)
 
     def _compute(self, batch: list[ScheduledBranch]) -> list[StepResult]:
         """Return for each branch its next tokens, or its logits if a beam search wants them.

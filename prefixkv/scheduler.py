@@ -178,15 +178,15 @@ class Scheduler:
         Args:
             goes_on: (position in `request.branches`, token id) of each beam to be.
         """
-        parents = list(request.branches)
+        parents, chosen = list(request.branches), list(goes_on)
         children: list[Branch] = []
         first_child: dict[int, int] = {}
-        chosen = list(goes_on)
-        for i, (parent, _) in enumerate(chosen):
-            if first_child.setdefault(parent, i) == i:
-                children.append(parents[parent])
+        for i, (place, _) in enumerate(chosen):
+            if first_child.setdefault(place, i) == i:
+                children.append(parents[place])
             else:
-                children.append(parents[parent].fork(0))
+                children.append(parents[place].fork(0))
+                request.branches.append(children[-1])  # so that `restart` finds it, come what may
         for place, beam in enumerate(parents):
             if place in first_child:
                 self.running.remove(beam)
@@ -197,6 +197,22 @@ class Scheduler:
             child.append(token_id)
         self.running.update(children)
         request.branches = children
+
+    def restart(self, request: Request) -> None:
+        """Take everything from a request that runs in lockstep, and queue it from its beginning.
+
+        For a step that was interrupted: nothing is taken for granted about who runs.
+        """
+        others = [branch for branch in self.running if branch.request is not request]
+        self.running.clear()
+        self.running.update(others)
+        for branch in request.branches:
+            self.waiting.update(twin for _, twin in self.twins.pop(branch, ()))
+            if branch.sequence is not None:
+                branch.sequence.release()
+                branch.sequence = None
+        request.restart()
+        self.waiting.update(request.branches)
 
     def committed(self, branch: Branch) -> None:
         """Let go on who waited for tokens that `branch` has now computed."""
@@ -211,11 +227,7 @@ class Scheduler:
     def preempt_all(self) -> None:
         """Send every running branch back into the queue."""
         while self.running:
-            self.preempt(self.running[0])
-
-    def preempt(self, branch: Branch) -> None:
-        """Send a running branch back into the queue, and who steps together with it."""
-        self._preempt(self._unit_of(branch))
+            self._preempt(self._unit_of(self.running[0]))
 
     def _keep_twins(self, leader: Branch, twins: list[tuple[int, Branch]]) -> None:
         if twins:

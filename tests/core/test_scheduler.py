@@ -9,8 +9,8 @@ from prefixkv.config import EngineConfig
 from prefixkv.errors import ConfigError, InvariantViolation, QueueFull, RequestTooLarge
 from prefixkv.identity import ModelIdentity
 from prefixkv.prefix_cache import PrefixCache
-from prefixkv.request import Request
-from prefixkv.scheduler import Batch, ScheduledRequest
+from prefixkv.request import Branch
+from prefixkv.scheduler import Batch, ScheduledBranch
 
 prompts = st.lists(st.integers(0, 1), min_size=1, max_size=14)
 
@@ -61,8 +61,8 @@ def test_requests_that_end_early_leave_nothing_behind(
 ) -> None:
     """Aborts at any point and failing steps free what was held; the others are not touched."""
     executor = FakeExecutor(8, 2, max_num_batched_tokens=5)
-    alive = {executor.add(prompt, 3).request_id: prompt for prompt in requests}
-    running = list(executor.scheduler.waiting)
+    running = [executor.add(prompt, 3) for prompt in requests]
+    alive = {request.request_id: request.prompt.tolist() for request in running}
     while executor.scheduler.has_work:
         action = data.draw(st.sampled_from(["step", "step", "step", "fail", "abort"]))
         if action == "abort":
@@ -72,7 +72,7 @@ def test_requests_that_end_early_leave_nothing_behind(
         else:
             for item in executor.step("forward" if action == "fail" else None):
                 if action == "fail":
-                    alive.pop(item.request.request_id)
+                    alive.pop(item.branch.request.request_id)
         running = [
             r for r in running if r.request_id in alive and r.request_id not in executor.finished
         ]
@@ -117,9 +117,9 @@ def test_a_twin_holds_nothing_and_lets_others_pass() -> None:
     executor.step()
     executor.step()
 
-    assert twin.sequence is None
+    assert twin.branches[0].sequence is None
     assert executor.scheduler.num_waiting == 2
-    executor.scheduler.finish(executor.scheduler.running[0])  # the leader is cut off
+    executor.scheduler.finish(executor.scheduler.running[0].request)  # the leader is cut off
     executor.run()
     assert executor.finished["1"] == serial_output([0] * 20, 1)
     assert twin.usage.num_cached_tokens == 16
@@ -155,13 +155,13 @@ def test_the_oldest_running_request_is_never_preempted() -> None:
 def test_who_loses_least_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request whose blocks others keep alive is preempted before one that would lose its own."""
     executor = FakeExecutor(11, 2, max_num_batched_tokens=64)
-    preempted: list[Request] = []
+    preempted: list[Branch] = []
     stop = executor.scheduler._stop_running
 
-    def note(request: Request) -> None:
-        if request.num_output_tokens < request.max_tokens:
-            preempted.append(request)
-        stop(request)
+    def note(branch: Branch, *, cold: bool = False) -> None:
+        if branch.num_output_tokens < branch.request.max_tokens:
+            preempted.append(branch)
+        stop(branch, cold=cold)
 
     monkeypatch.setattr(executor.scheduler, "_stop_running", note)
     shared = [0, 1, 1, 0, 0, 1, 0, 0]
@@ -171,7 +171,7 @@ def test_who_loses_least_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
     executor.add([1] * 5, 8)
     executor.run()
 
-    assert preempted[0] is sharer
+    assert preempted[0].request is sharer
 
 
 def test_preempted_requests_keep_their_cached_tokens_count() -> None:
@@ -271,13 +271,13 @@ def test_lower_priority_numbers_go_first() -> None:
     executor = FakeExecutor(100, 4, max_num_seqs=1)
     late = executor.add([0, 0], 1)
     early = executor.add([1, 1], 1)
-    executor.scheduler.waiting.remove(early)
+    executor.scheduler.waiting.remove(early.branches[0])
     early.priority = -1
-    executor.scheduler.waiting.add(early)
+    executor.scheduler.waiting.add(early.branches[0])
     order: list[str] = []
 
-    def note(batch: list[ScheduledRequest]) -> None:
-        order.extend(item.request.request_id for item in batch)
+    def note(batch: list[ScheduledBranch]) -> None:
+        order.extend(item.branch.request.request_id for item in batch)
 
     executor.on_batch = note
     executor.run()
@@ -317,7 +317,7 @@ def test_a_younger_decode_comes_before_an_older_prompt() -> None:
     executor.step()
     batch = executor.step()
     assert [item.num_tokens for item in batch] == [1, 4]
-    assert [item.request.request_id for item in batch] == ["1", "0"]
+    assert [item.branch.request.request_id for item in batch] == ["1", "0"]
 
 
 def test_prompts_in_chunks_are_not_admitted_against_the_same_blocks() -> None:
@@ -338,11 +338,11 @@ def test_nobody_is_admitted_in_a_step_with_a_preemption() -> None:
     seen = False
     while executor.scheduler.has_work:
         before = executor.scheduler.num_preemptions
-        running = set(executor.scheduler.running)
+        running = {branch.request for branch in executor.scheduler.running}
         batch = executor.step()
         if executor.scheduler.num_preemptions > before:
             seen = True
-            assert {item.request for item in batch} <= running
+            assert {item.branch.request for item in batch} <= running
     assert seen
 
 
@@ -370,12 +370,12 @@ def test_who_is_preempted_after_it_was_scheduled_is_not_computed() -> None:
     executor.add([0, 1, 1] * 4, 1)
     young = executor.add([2], 12)
     for _ in range(5):
-        assert {item.request for item in executor.step()} >= {young}
+        assert {item.branch.request for item in executor.step()} >= {young}
 
     batch = executor.step()
 
     assert young.usage.num_preemptions == 1
-    assert [item.request.request_id for item in batch] == ["0"]
+    assert [item.branch.request.request_id for item in batch] == ["0"]
     assert executor.run() == {"0": serial_output([0, 1, 1] * 4, 1), "1": serial_output([2], 12)}
 
 
@@ -410,10 +410,11 @@ def test_books_of_scheduler_and_cache_that_disagree_are_named() -> None:
     executor = FakeExecutor(100, 4)
     request = executor.add([0] * 5, 2)
     executor.step()
-    executor.scheduler.running.remove(request)
-    with pytest.raises(InvariantViolation, match="0 requests run, 1 sequences live"):
+    executor.scheduler.running.remove(request.branches[0])
+    with pytest.raises(InvariantViolation, match="0 branches run, 1 sequences live"):
         executor.scheduler.check_invariants()
-    assert "0 of 6 tokens" in repr(request)
+    assert "Branch 0 of 0, 6 tokens" in repr(request.branches[0])
+    assert "5 tokens, 1 live" in repr(request)
 
 
 def test_options_are_checked_where_they_are_made() -> None:

@@ -9,9 +9,9 @@ from prefixkv.config import SchedulerConfig
 from prefixkv.hashing import DigestFunction, chain_digest
 from prefixkv.identity import ModelIdentity
 from prefixkv.prefix_cache import PrefixCache
-from prefixkv.request import Request
+from prefixkv.request import Branch, Request
 from prefixkv.sampling_params import SamplingParams
-from prefixkv.scheduler import ScheduledRequest, Scheduler
+from prefixkv.scheduler import ScheduledBranch, Scheduler
 
 IDENTITY = ModelIdentity(architecture="fake")
 VOCAB_SIZE = 3
@@ -19,19 +19,19 @@ VOCAB_SIZE = 3
 Fault = Literal["copies", "forward", "interrupt"]
 
 
-def next_token(tokens: Sequence[int]) -> int:
-    """The fake model: a token that depends on all before it."""
-    state = 7
+def next_token(tokens: Sequence[int], branch: int = 0) -> int:
+    """The fake model: a token that depends on all before it, and on the branch that draws it."""
+    state = 7 + branch
     for token in tokens:
         state = (state * 31 + token + 1) % 1_000_003
     return state % VOCAB_SIZE
 
 
-def serial_output(prompt: Sequence[int], num_tokens: int) -> list[int]:
-    """What a request gives when it runs alone without a cache."""
+def serial_output(prompt: Sequence[int], num_tokens: int, branch: int = 0) -> list[int]:
+    """What a branch gives when it runs alone without a cache."""
     tokens = list(prompt)
     for _ in range(num_tokens):
-        tokens.append(next_token(tokens))
+        tokens.append(next_token(tokens, branch))
     return tokens[len(prompt) :]
 
 
@@ -51,11 +51,12 @@ class FakeExecutor:
         config = SchedulerConfig(**limits)  # type: ignore[arg-type]
         self.scheduler = Scheduler(self.cache, config)
         self.kv = FakeKV()
-        self.finished: dict[str, list[int]] = {}
+        self.finished: dict[str, list[int]] = {}  # of branch 0
+        self.siblings: dict[tuple[str, int], list[int]] = {}
         self.num_computed = 0
         self.num_requests = 0
         self.max_steps = 10_000
-        self.on_batch: Callable[[list[ScheduledRequest]], None] = lambda batch: None
+        self.on_batch: Callable[[list[ScheduledBranch]], None] = lambda batch: None
 
     def add(
         self,
@@ -63,10 +64,12 @@ class FakeExecutor:
         max_tokens: int,
         identity: ModelIdentity = IDENTITY,
         priority: int = 0,
+        n: int = 1,
     ) -> Request:
         """Queue a request."""
+        params = SamplingParams(max_tokens=max_tokens, n=n)
         request = Request(
-            str(self.num_requests), list(prompt), SamplingParams(max_tokens=max_tokens), identity,
+            str(self.num_requests), list(prompt), params, identity,
             number=self.num_requests, max_tokens=max_tokens, priority=priority,
         )  # fmt: skip
         self.num_requests += 1
@@ -75,7 +78,7 @@ class FakeExecutor:
 
     def step(
         self, fault: Fault | None = None, *, not_finite: Collection[Request] = ()
-    ) -> list[ScheduledRequest]:
+    ) -> list[ScheduledBranch]:
         """One step, as the engine does it.
 
         Args:
@@ -90,54 +93,68 @@ class FakeExecutor:
         if fault == "interrupt":
             self._take_back(batch)
         else:
-            bad = [i for i in batch if fault is not None or i.request in not_finite]
-            for item in batch:
-                if item not in bad:
-                    self._commit(item)
-            for item in batch:
-                if item in bad:
-                    self.scheduler.finish(item.request)
-                else:
-                    self._advance(item)
+            requests = [item.branch.request for item in batch]
+            bad = {r for r in requests if fault is not None or r in not_finite}
+            well = [item for item in batch if item.branch.request not in bad]
+            for item in well:
+                self._commit(item)
+            for request in bad:
+                self.scheduler.finish(request)
+            for item in well:
+                self._advance(item)
         self.scheduler.check_invariants()
         self.kv.poison_free(self.cache)
         return batch
 
     def _compute(
-        self, batch: list[ScheduledRequest], fault: Fault | None, not_finite: Collection[Request]
+        self, batch: list[ScheduledBranch], fault: Fault | None, not_finite: Collection[Request]
     ) -> None:
         if fault == "copies":
             return
         self.kv.copy(self.cache.pending_copies)
         self.cache.pool.finish_copies()
         for item in batch:
-            failed = fault is not None or item.request in not_finite
-            self.kv.write(item.sequence, item.request.tokens.tolist(), failed=failed)
+            failed = fault is not None or item.branch.request in not_finite
+            self.kv.write(item.sequence, item.branch.tokens.tolist(), failed=failed)
 
     @staticmethod
-    def _take_back(batch: list[ScheduledRequest]) -> None:
+    def _take_back(batch: list[ScheduledBranch]) -> None:
         for item in batch:
             item.sequence.discard()
 
-    def _commit(self, item: ScheduledRequest) -> None:
+    def _commit(self, item: ScheduledBranch) -> None:
         item.sequence.commit()
         self.num_computed += item.num_tokens
-        item.request.usage.num_computed_tokens += item.num_tokens
-        self.scheduler.committed(item.request)
+        item.branch.request.usage.num_computed_tokens += item.num_tokens
+        self.scheduler.committed(item.branch)
 
-    def _advance(self, item: ScheduledRequest) -> None:
-        request = item.request
+    def _advance(self, item: ScheduledBranch) -> None:
+        branch = item.branch
         if not item.samples:
             return
-        tokens = request.tokens.tolist()
+        tokens = branch.tokens.tolist()
         assert item.sequence.num_computed_tokens == len(tokens)
         for position, content in enumerate(self.kv.read(item.sequence)):
             expected = (content_identity(item.sequence.root), tuple(tokens[: position + 1]))
-            assert content == expected, f"{request} reads {content} at {position}"
-        request.append(next_token(tokens))
-        if request.num_output_tokens == request.max_tokens:
-            self.finished[request.request_id] = request.tokens[request.num_prompt_tokens :].tolist()
-            self.scheduler.finish(request)
+            assert content == expected, f"{branch} reads {content} at {position}"
+        branches = [branch]
+        if branch.index == branch.num_output_tokens == 0:
+            there = {other.index for other in branch.request.branches}
+            missing = set(range(branch.request.params.n)) - there
+            branches += [self.scheduler.fork(branch, index) for index in sorted(missing)]
+        for each in branches:
+            self._append(each, next_token(tokens, each.index))
+
+    def _append(self, branch: Branch, token: int) -> None:
+        request = branch.request
+        branch.append(token)
+        if branch.num_output_tokens < request.max_tokens:
+            return
+        output = branch.tokens[request.num_prompt_tokens :].tolist()
+        if branch.index == 0:
+            self.finished[request.request_id] = output
+        self.siblings[request.request_id, branch.index] = output
+        self.scheduler.finish_branch(branch)
 
     def run(self) -> dict[str, list[int]]:
         """Run until nothing is left to do; outputs by request id."""

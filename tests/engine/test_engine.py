@@ -471,7 +471,7 @@ def test_a_request_that_cannot_be_added_leaves_nothing(
         raise TypeError("planted")
 
     with monkeypatch.context() as patch:
-        patch.setattr("prefixkv.engine.OutputStream", fail)
+        patch.setattr("prefixkv.engine.RequestOutput", fail)
         with pytest.raises(TypeError, match="planted"):
             engine.add(PROMPT, greedy(2))
     assert not engine.has_work
@@ -490,12 +490,12 @@ def test_an_output_that_cannot_be_decoded_fails_alone(
     engine = tiny_engine(model)
     engine.add(PROMPT, greedy(6), request_id="bad")
     engine.add([*PROMPT, 9], greedy(6), request_id="good")
-    stream = engine._streams["bad"]
+    output = engine._outputs["bad"]
 
-    def fail(_: int) -> None:
+    def fail(*_: object) -> None:
         raise ValueError("planted")
 
-    monkeypatch.setattr(stream, "push", fail)
+    monkeypatch.setattr(output, "push", fail)
     result = Run()
     while engine.has_work:
         collect(engine, result)

@@ -101,8 +101,8 @@ def serve_fifty(engine: Engine, number: int) -> None:
         prompt = [3 + (number * 50 + i) % 250, 3 + i % 2, 5]
         engine.add(prompt, greedy(2), cache_salt=f"{number} {i}" if i % 2 else None)
     engine.step()
-    for request in list(engine.scheduler.running)[::5]:
-        engine.abort(request.request_id)
+    for branch in list(engine.scheduler.running)[::5]:
+        engine.abort(branch.request.request_id)
     while engine.has_work:
         engine.step()
     engine.check_invariants()
@@ -248,7 +248,7 @@ def test_under_overload_less_is_recomputed_than_computed(num_blocks: int) -> Non
     assert useful < computed < 1.6 * useful
     assert executor.scheduler.num_cached_tokens == sum(u.num_cached_tokens for u in usages)
     outputs = [executor.finished[request.request_id] for request in requests]
-    assert outputs == [serial_output(r.tokens[:20], 40) for r in requests]
+    assert outputs == [serial_output(r.prompt, 40) for r in requests]
 
 
 def test_a_trace_that_is_replayed_repeats_itself() -> None:
@@ -259,7 +259,7 @@ def test_a_trace_that_is_replayed_repeats_itself() -> None:
         steps: list[list[tuple[str, int, int, list[int]]]] = []
         executor.on_batch = lambda batch: steps.append(
             [
-                (i.request.request_id, i.start, i.num_tokens, i.sequence.block_table().tolist())
+                (i.branch.request.request_id, i.start, i.num_tokens, i.sequence.block_table().tolist())
                 for i in batch
             ]
         )

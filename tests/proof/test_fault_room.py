@@ -182,8 +182,8 @@ def test_a_hot_prefix_survives_a_scan_if_it_is_used_meanwhile() -> None:
                 executor.run()
                 assert again.usage.num_cached_tokens >= 64
         last = executor.add([*hot, 0, 2], 1)
-        while not last.num_output_tokens:
+        while last.branches and not last.branches[0].num_output_tokens:
             executor.step()
-        assert (holder is not None and holder.num_output_tokens < 150) == held
+        assert (holder is not None and holder.branches[0].num_output_tokens < 150) == held
         assert last.usage.num_cached_tokens >= 64
         assert executor.cache.pool.num_evicted > 64
