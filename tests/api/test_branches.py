@@ -164,9 +164,8 @@ def test_each_choice_of_a_chat_begins_with_its_role(client: httpx.Client) -> Non
         deltas[choice["index"]].append(choice["delta"])
 
     for index, mine in deltas.items():
-        first, second = list(ALPHABET[index : index + 2])
-        opening = {"role": "assistant", "content": ""}
-        assert mine == [opening, {"content": first}, {"content": second}]
+        letters = [{"content": letter} for letter in ALPHABET[index : index + 2]]
+        assert mine == [{"role": "assistant", "content": ""}, *letters]
 
 
 def test_a_stream_of_prompts_with_several_choices_each(client: httpx.Client) -> None:

@@ -113,3 +113,80 @@ def test_streams_and_calls_do_not_take_each_others_tokens(llm: LLM, model: Any) 
 
     assert [*got, third.token_ids] == expected
     assert_idle(llm.engine)
+
+
+# -- several outputs -----------------------------------------------------------------------------
+
+
+def test_a_completion_has_n_outputs(llm: LLM) -> None:
+    """Samples by their index, whole and streamed; its own fields are those of the first."""
+    params = SamplingParams(n=3, seed=5, max_tokens=6, logprobs=0)
+    (completion,) = llm.generate(TEXT, params, use_tqdm=False)
+    streamed: list[list[int]] = [[], [], []]
+    for delta in llm.stream(TEXT, params):
+        streamed[delta.index].extend(delta.token_ids)
+
+    assert [output.index for output in completion.outputs] == [0, 1, 2]
+    assert [output.token_ids for output in completion.outputs] == streamed
+    assert len(set(map(tuple, streamed))) == 3
+    assert completion.text == completion.outputs[0].text
+    assert [len(output.logprobs or ()) for output in completion.outputs] == list(map(len, streamed))
+    assert completion.usage.num_completion_tokens == sum(map(len, streamed))
+    assert_idle(llm.engine)
+
+
+def test_outputs_share_their_prompt(llm: LLM) -> None:
+    """It is computed once and held once, whatever n; each output pays for its own tokens."""
+    prompt = list(range(5, 45))  # ten whole blocks
+    params = SamplingParams(n=8, seed=1, max_tokens=5, ignore_eos=True)
+    ((completion,), block_size) = llm.generate([prompt], params), llm.engine.cache.block_size
+    usage = completion.usage
+
+    assert usage.num_cached_tokens == 0
+    assert usage.num_computed_tokens == len(prompt) + 8 * 4
+    assert usage.peak_num_blocks == len(prompt) // block_size + 8
+    assert (usage.num_forks, usage.num_copies) == (7, 0)
+
+
+def test_beams_cost_what_they_generate(llm: LLM) -> None:
+    """The prompt once, each beam's tokens once; a fork copies one half-filled block at most."""
+    params = SamplingParams(n=4, use_beam_search=True, max_tokens=9, ignore_eos=True)
+    (completion,) = llm.generate(TEXT, params, use_tqdm=False)
+    usage = completion.usage
+
+    assert usage.num_computed_tokens == len(completion.prompt_token_ids) + 4 * 8
+    assert usage.num_slots_copied <= usage.num_copies * (llm.engine.cache.block_size - 1)
+    scores = [output.score or 0.0 for output in completion.outputs]
+    assert scores == sorted(scores, reverse=True)
+    assert_idle(llm.engine)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"length_penalty": 1000.0}, "length_penalty"),
+        ({"early_stopping": 1}, "early_stopping"),
+        ({"n": 260, "max_tokens": 1}, "n"),
+        ({"min_tokens": 1}, "min_tokens"),
+    ],
+)
+def test_what_a_search_refuses_never_reaches_a_step(
+    llm: LLM, fields: dict[str, Any], param: str
+) -> None:
+    """An error in a step would end the engine, and a beam that is not there, be waited for."""
+    with pytest.raises(InvalidRequest) as refused:
+        llm.engine.add([5, 6], SamplingParams(**{"n": 2, "use_beam_search": True, **fields}))
+    assert refused.value.param == param
+    assert not llm.engine.has_work
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_beams_without_a_limit_share_what_the_pool_leaves(model: Any, n: int) -> None:
+    """The longest that fits for each of them; one token more is refused."""
+    engine = tiny_engine(model, num_blocks=60)
+    params: dict[str, Any] = {"n": n, "use_beam_search": True}
+    request = engine.add(range(5, 16), SamplingParams(**params, max_tokens=None))
+
+    assert request.num_blocks_at_most(4) <= 60
+    with pytest.raises(InvalidRequest, match="blocks"):
+        engine.add(range(5, 16), SamplingParams(**params, max_tokens=request.max_tokens + 1))

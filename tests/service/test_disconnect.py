@@ -36,8 +36,8 @@ class Recorder(AsyncEngine):
 
 
 @pytest.fixture
-def served() -> Iterator[tuple[Recorder, int]]:
-    engine = Recorder(tiny_engine(num_blocks=80))
+def served(request: pytest.FixtureRequest) -> Iterator[tuple[Recorder, int]]:
+    engine = Recorder(tiny_engine(num_blocks=getattr(request, "param", 80)))
     with running(create_app(engine, ["tiny"])) as port:
         yield engine, port
 
@@ -47,19 +47,32 @@ def is_idle(engine: Recorder) -> bool:
     return (stats["kv_cache_usage"], stats["num_requests_running"]) == (0, 0)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_cut_connection_aborts_its_request(served: tuple[Recorder, int], stream: bool) -> None:
-    """Streamed or not: the pool is back where it was, and others are served."""
+@pytest.mark.parametrize("served", [300], indirect=True)
+@pytest.mark.parametrize(
+    ("fields", "num_branches"),
+    [
+        ({}, 1),
+        ({"stream": True}, 1),
+        ({"n": 4}, 4),
+        ({"n": 4, "stream": True}, 4),
+        ({"best_of": 4}, 4),
+        ({"n": 4, "use_beam_search": True}, 4),
+    ],
+)
+def test_a_cut_connection_aborts_its_request(
+    served: tuple[Recorder, int], fields: dict[str, Any], num_branches: int
+) -> None:
+    """Streamed or not, one branch or four: the pool is back where it was, and others are served."""
     engine, port = served
-    body = json.dumps({**ENDLESS, "stream": stream}).encode()
+    body = json.dumps({**ENDLESS, **fields}).encode()
     head = (
         f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(body)}\r\n\r\n"
     ).encode()
     with socket.create_connection(("127.0.0.1", port)) as connection:
         connection.sendall(head + body)
-        eventually(lambda: engine.ask()["num_requests_running"] == 1)
-        if stream:
+        eventually(lambda: engine.ask()["num_requests_running"] == num_branches)
+        if fields.get("stream"):
             assert connection.recv(100)
     eventually(lambda: is_idle(engine))
     steps = engine.ask()["num_steps"]
