@@ -33,8 +33,10 @@ serve: install
 	$(BIN)/prefixkv pull $(MODEL)
 	$(BIN)/prefixkv serve $(MODEL) --host $(HOST) --port $(PORT)
 
+# Each file goes to one of two processes of one thread each: the tests share little, tiny tensors
+# gain nothing from threads, and OpenMP loses much where cores are taken.
 test: install
-	$(BIN)/pytest
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile
 
 check: install
 	$(BIN)/ruff format --check .

@@ -31,7 +31,8 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 def _one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
     """Tiny tensors gain nothing from threads, and lose much on a busy machine."""
     torch = sys.modules.get("torch")  # the core's tests do not wait for its import
-    if torch is None or request.node.get_closest_marker("default_model"):
+    alone = "PYTEST_XDIST_WORKER" not in os.environ
+    if torch is None or (alone and request.node.get_closest_marker("default_model")):
         yield
         return
     before = torch.get_num_threads()

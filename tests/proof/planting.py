@@ -1,6 +1,6 @@
-"""Plants bugs in the core, one at a time and in memory, and sees which test notices.
+"""Plants bugs, one at a time and in memory, and sees which test notices.
 
-    python -P tests/proof/planting.py                    # all of them, against the core's tests
+    python -P tests/proof/planting.py                    # all of them
     python -P tests/proof/planting.py --only "skip"      # those with "skip" in their name
     python -P tests/proof/planting.py --tests machines   # against the state machines alone
 
@@ -31,9 +31,20 @@ import pytest
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 LIMIT_S, WORKERS = 30, 2
-PLAIN = ["rules", "branches", "beams", "cache", "identity", "invariants", "scheduler"]
-MACHINES = ["scheduler_machine", "cache_stateful"]
+PLAIN = [
+    f"core/test_{noun}.py"
+    for noun in ("rules", "branches", "beams", "cache", "identity", "invariants", "scheduler")
+]
+MACHINES = ["core/test_scheduler_machine.py", "core/test_cache_stateful.py"]
 TESTS = {"all": PLAIN + MACHINES, "plain": PLAIN, "machines": MACHINES}
+ENGINE = [  # where the engine's rules are tried in the smallest case
+    "engine/test_branches.py::test_each_sample_is_what_it_is_alone_and_costs_its_own_tokens_only",
+    "engine/test_engine.py::test_salts_separate_and_the_same_salt_shares",
+    "engine/test_engine.py::test_a_request_with_values_not_finite_fails_alone",
+    "engine/test_branches.py::test_an_interrupt_at_any_moment_loses_no_branch",
+    "engine/test_branches.py::test_new_weights_and_resets_meet_branches_in_flight",
+    "proof/test_fault_accounts.py::test_blocks_that_a_failed_step_filled_are_not_found",
+]
 
 
 @dataclass(frozen=True)
@@ -129,7 +140,9 @@ def judge(bug: str, tests: Sequence[str]) -> Verdict:
     signal.alarm(LIMIT_S)
     first, output, began = FirstFailure(), io.StringIO(), time.monotonic()
     command = ["-x", "-q", "--no-header", "--tb=line", "-p", "no:cacheprovider"]
-    command += [str(ROOT / "tests" / "core" / f"test_{test}.py") for test in tests]
+    if bug and load_bugs()[bug].module == "engine":
+        tests = ENGINE
+    command += [str(ROOT / "tests" / test) for test in tests]
     with contextlib.redirect_stdout(output):
         exit_code = pytest.main([f"--rootdir={ROOT}", *command], plugins=[first])
     seconds = time.monotonic() - began
