@@ -14,6 +14,7 @@ help:
 	@echo "make test       install, run the whole test suite"
 	@echo "make check      formatting, lint, types (strict), import layers"
 	@echo "make coverage   branch coverage of the pure-Python core, at least 98 %"
+	@echo "make mutation   mutants of that core that no test kills; takes long"
 	@echo "make bench      the bookkeeping benchmark; TRACE=conversation_trace.jsonl"
 	@echo "make clean      remove .venv and what tools leave behind"
 
@@ -48,10 +49,26 @@ coverage: install
 	$(BIN)/pytest tests/core --cov --cov-report=
 	$(BIN)/coverage report --include='prefixkv/block.py,prefixkv/config.py,prefixkv/errors.py,prefixkv/eviction.py,prefixkv/hashing.py,prefixkv/identity.py,prefixkv/invariants.py,prefixkv/pool.py,prefixkv/prefix_cache.py,prefixkv/request.py,prefixkv/scheduler.py,prefixkv/sequence.py' --show-missing --fail-under=98
 
+# A copy is mutated. Its folder has to exist before Python starts, or Python remembers that it does
+# not, and tests the editable install. Look at a mutant: cd build/mutation, mutmut show NAME.
+MUTMUT = cd build/mutation && HYPOTHESIS_PROFILE=quick \
+	PYTHONPATH='$(CURDIR)/build/mutation/mutants' '$(CURDIR)/$(BIN)/mutmut'
+
+mutation: install
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[mutation]'
+	rm -rf build/mutation
+	mkdir -p build/mutation/prefixkv build/mutation/tests build/mutation/mutants
+	cp pyproject.toml build/mutation
+	cp prefixkv/*.py build/mutation/prefixkv
+	cp -R tests/conftest.py tests/core tests/doubles build/mutation/tests
+	$(MUTMUT) run
+	@$(MUTMUT) results
+	@$(MUTMUT) results --all true | awk -F '[.:]' '{ n[$$2 $$NF]++ } END { for (i in n) print i, n[i] }' | sort
+
 bench: install
 	$(BIN)/python -P benchmarks/bookkeeping.py $(TRACE)
 
 clean:
 	rm -rf .venv build dist *.egg-info .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
 
-.PHONY: help install serve test check coverage bench clean
+.PHONY: help install serve test check coverage mutation bench clean
