@@ -30,7 +30,7 @@ import pytest
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
-LIMIT_S, WORKERS = 30, 2
+WORKERS = 2
 PLAIN = [
     f"core/test_{noun}.py"
     for noun in ("rules", "branches", "beams", "cache", "identity", "invariants", "scheduler")
@@ -129,7 +129,7 @@ class PlantedSource(SourceFileLoader):
         return self.bug.plant(super().get_data(path).decode()).encode()
 
 
-def judge(bug: str, tests: Sequence[str]) -> Verdict:
+def judge(bug: str, tests: Sequence[str], limit_s: int) -> Verdict:
     """Run tests of the core in this process with a bug ("" for none), up to the limit."""
     assert not any(name.split(".")[0] == "prefixkv" for name in sys.modules)
     if bug:
@@ -137,7 +137,7 @@ def judge(bug: str, tests: Sequence[str]) -> Verdict:
     sys.dont_write_bytecode = True
     os.environ["HYPOTHESIS_PROFILE"] = "planted"
     signal.signal(signal.SIGALRM, signal.default_int_handler)  # pytest ends as if interrupted
-    signal.alarm(LIMIT_S)
+    signal.alarm(limit_s)
     first, output, began = FirstFailure(), io.StringIO(), time.monotonic()
     command = ["-x", "-q", "--no-header", "--tb=line", "-p", "no:cacheprovider"]
     if bug and load_bugs()[bug].module == "engine":
@@ -149,12 +149,12 @@ def judge(bug: str, tests: Sequence[str]) -> Verdict:
     return Verdict(bug, int(exit_code), first.test, seconds, output.getvalue()[-2000:])
 
 
-def judge_all(bugs: Sequence[str], tests: Sequence[str]) -> Iterator[Verdict]:
+def judge_all(bugs: Sequence[str], tests: Sequence[str], limit_s: int) -> Iterator[Verdict]:
     """Judge several bugs, two at a time, in order."""
     os.chdir(ROOT)
     context = multiprocessing.get_context("fork")
     with context.Pool(WORKERS, maxtasksperchild=1) as pool:
-        yield from pool.imap(partial(judge, tests=tests), bugs, chunksize=1)
+        yield from pool.imap(partial(judge, tests=tests, limit_s=limit_s), bugs, chunksize=1)
 
 
 def main() -> int:
@@ -162,12 +162,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--only", default="", help="bugs with this in their name")
     parser.add_argument("--tests", choices=TESTS, default="all")
+    parser.add_argument("--limit", type=int, default=30, help="seconds for each")
     parser.add_argument("--control", action="store_true", help="plant nothing")
     parser.add_argument("--json", action="store_true", help="a line of JSON for each bug")
     options = parser.parse_args()
     names = [""] if options.control else [name for name in load_bugs() if options.only in name]
     verdicts = []
-    for verdict in judge_all(names, TESTS[options.tests]):
+    for verdict in judge_all(names, TESTS[options.tests], options.limit):
         verdicts.append(verdict)
         print(json.dumps(asdict(verdict)) if options.json else in_words(verdict), flush=True)  # noqa: T201
     alive = [verdict for verdict in verdicts if not verdict.killed]
