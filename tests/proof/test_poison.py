@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from engine_world import KINDS, NAN, EngineWorld, Fault, one_thread
+from engine_oracle import KINDS, NAN, Fault
+from engine_world import EngineWorld
 
 from prefixkv.sampling_params import SamplingParams
 
@@ -21,7 +22,7 @@ EVENTS = {"step": 12, "add": 5, "add like": 5, "fail": 3, "abort": 2, "reset": 1
 FAULTS = [
     *(Fault(where, 1) for where in ("copies", "keys", "values", "logits")),
     *(Fault(where) for where in ("forward", "layer", "values", "push")),
-    *(Fault(where, 0, KeyboardInterrupt) for where in ("copies", "layer", "commit", "publish")),
+    *(Fault(where, 0, KeyboardInterrupt) for where in ("copies", "layer", "committed", "publish", "match")),
 ]
 
 
@@ -73,7 +74,6 @@ def happen(world: EngineWorld, event: str, rng: random.Random) -> None:
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
-@one_thread()
 def test_no_bit_depends_on_what_nobody_wrote(
     backend: str, caplog: pytest.LogCaptureFixture
 ) -> None:
