@@ -177,8 +177,8 @@ class Watched:
     def replays(self, oracle: Oracle) -> bool:
         """Search again over the oracle's rows; False if the weights changed on the way."""
         begin = max(i for i, row in enumerate(self.rows) if row.tokens == self.prompt)
-        weights = {row.weights for row in self.rows[begin:]}
-        if len(weights) > 1:
+        first, *others = {row.weights for row in self.rows[begin:]}
+        if others:
             return False
         params = self.request.params
         search = BeamSearch(
@@ -186,7 +186,7 @@ class Watched:
         )
         live = [self.prompt]
         while not search.is_done:
-            logits = torch.stack([oracle.row(*weights, tokens) for tokens in live])
+            logits = torch.stack([oracle.row(first, tokens) for tokens in live])
             goes_on = search.advance(logits.log_softmax(dim=-1))
             live = [(*live[beam.parent], beam.token_id) for beam in goes_on]
         told = [self.told[index] for index in sorted(self.told)]
