@@ -27,7 +27,7 @@ from prefixkv.outputs import OutputDelta
 from tests.api.live_server import eventually, running
 
 NUM_THREADS = 8
-SERVER_SECONDS, ASYNC_SECONDS, JOIN_SECONDS = 10.0, 3.0, 20.0
+SERVER_SECONDS, ASYNC_SECONDS, JOIN_SECONDS = 7.0, 3.0, 20.0
 MAX_TOKENS = 6
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 STORY = "once upon a time there was a fox"

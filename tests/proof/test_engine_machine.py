@@ -35,6 +35,7 @@ RAISING = [
     *((where, RuntimeError) for where in ("forward", "layer", "sampler", "push")),
     *((where, KeyboardInterrupt) for where in INTERRUPTED),
 ]
+RARE = [(where, KeyboardInterrupt) for where in ("advance", "branch_out", "finish_branch", "fork")]
 SPOILING = [
     (where, value)
     for where in ("keys", "values", "logits")
@@ -64,7 +65,7 @@ salts = st.sampled_from([None, None, None, "a"])
 faults = st.one_of(
     st.builds(
         lambda place, which: Fault(place[0], which, place[1]),
-        st.sampled_from(RAISING),
+        st.sampled_from([*RAISING, *RARE, *RARE]),
         st.sampled_from([0, 0, 1]),
     ),
     st.builds(
@@ -87,7 +88,7 @@ searches = st.builds(
     lambda max_tokens, n, stop: SamplingParams(
         n=n, use_beam_search=True, max_tokens=max_tokens, ignore_eos=True, stop_token_ids=stop
     ),
-    st.integers(1, 4),
+    st.sampled_from([1, 2, 3, 3, 4]),
     st.sampled_from([2, 2, 3]),
     st.sampled_from([(), (5, 6)]),
 )
@@ -182,9 +183,9 @@ class EngineMachine(RuleBasedStateMachine):
         what = data.draw(st.sampled_from([*["abort"] * 6, "reset", "same", "other"]))
         if what == "abort":
             states = self.world.by_state()  # by state, since some are rare
-            self.world.abort(
-                data.draw(st.sampled_from(states[data.draw(st.sampled_from(sorted(states)))]))
-            )
+            rarest = [state for state in ("a twin", "preempted", "searching") if state in states]
+            state = data.draw(st.sampled_from([*sorted(states), *rarest * 2]))
+            self.world.abort(data.draw(st.sampled_from(states[state])))
         elif what == "reset":
             self.world.reset()
         else:
