@@ -21,6 +21,7 @@ from prefixkv.admission import (
     resolve_max_tokens,
 )
 from prefixkv.attention_step import StepAttention
+from prefixkv.beam_search import BeamSearch
 from prefixkv.config import EngineConfig
 from prefixkv.errors import (
     ConfigError,
@@ -204,10 +205,11 @@ class Engine:
         return self._end(request_id)
 
     def _end(self, request_id: str) -> bool:
-        output = self._outputs.pop(request_id, None)
+        output = self._outputs.get(request_id)
         if output is None:
             return False
         self.scheduler.finish(output.request)
+        del self._outputs[request_id]  # last: an interrupted end can be run again
         return True
 
     def abort_all(self) -> None:
@@ -275,7 +277,8 @@ class Engine:
             if branch.sequence is not sequence:
                 continue
             if branch.request.in_lockstep:  # who goes on from whom may be half done
-                self.scheduler.restart(branch.request)
+                if self._outputs[branch.request.request_id].closing is None:
+                    self.scheduler.restart(branch.request)
                 continue
             sequence.discard()
             if branch.num_pending_tokens == 0:
@@ -385,11 +388,12 @@ class Engine:
         """End the branches that have got their last token, and their request with the last one."""
         request = output.request
         for branch in list(request.branches):
-            if branch.index in output.over:
+            if output.closing is not None or branch.index in output.over:
                 self.scheduler.finish_branch(branch)
         if not request.branches:
-            if request.params.is_ranked:
-                self._untold += output.ranked_samples()
+            if output.closing is None and request.params.is_ranked:
+                output.closing = output.ranked_samples()
+            self._untold += output.closing or []
             self._end(request.request_id)
 
     def _missing_branches(self, branch: Branch) -> list[int]:
@@ -418,16 +422,26 @@ class Engine:
             scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
             goes_on = search.advance(scores.log_softmax(dim=-1))
             if search.is_done:
-                self._untold += output.beams(search.hypotheses())
-                self._end(request.request_id)
+                self._close_search(output, search)
             else:
                 self.scheduler.branch_out(request, goes_on)
+
+    def _close_search(self, output: RequestOutput, search: BeamSearch) -> None:
+        """Tell what a search has found, and end its request."""
+        try:
+            output.closing = output.beams(search.hypotheses())
+        except Exception as error:
+            logger.exception("the output of %s cannot be decoded", output.request)
+            self._fail_all({output.request: f"{type(error).__name__}: {error}"})
+        else:
+            self._end_what_is_over(output)
 
     def _fail_all(self, errors: dict[Request, str]) -> None:
         """End requests with an error each."""
         for request, error in errors.items():
-            self._untold.append(self._outputs[request.request_id].fail(error))
-            self._end(request.request_id)
+            output = self._outputs[request.request_id]
+            output.closing = [output.fail(error)]
+            self._end_what_is_over(output)
 
     # -- the cache -------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Sequence
 from copy import copy
+from dataclasses import replace
 
 from prefixkv.beam_search import BeamSearch, Hypothesis
 from prefixkv.detokenizer import TokenDecoder
@@ -20,6 +21,7 @@ class RequestOutput:
         search: the beam search of the request; None unless it has begun.
         begun: indices of the branches that have got a token.
         over: indices of those that have got their last one.
+        closing: what is told when all its branches are gone; None unless the request is over.
     """
 
     def __init__(
@@ -27,6 +29,7 @@ class RequestOutput:
     ) -> None:
         self.request = request
         self.search: BeamSearch | None = None
+        self.closing: list[OutputDelta] | None = None
         self._tokenizer = tokenizer
         self._eos_token_ids = eos_token_ids
         self.begun: set[int] = set()
@@ -87,8 +90,10 @@ class RequestOutput:
 
     def beams(self, hypotheses: Sequence[Hypothesis]) -> list[OutputDelta]:
         """Tell what a search has found."""
+        deltas = [self._beam(index, hypothesis) for index, hypothesis in enumerate(hypotheses)]
+        # not before, as decoding may be interrupted, and is run again then
         self.request.usage.num_completion_tokens += sum(len(h.token_ids) for h in hypotheses)
-        return [self._beam(index, hypothesis) for index, hypothesis in enumerate(hypotheses)]
+        return [replace(delta, usage=copy(self.request.usage)) for delta in deltas]
 
     def _beam(self, index: int, hypothesis: Hypothesis) -> OutputDelta:
         branch = Branch(self.request, index)

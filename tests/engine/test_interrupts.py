@@ -8,6 +8,7 @@ import pytest
 from engine_runs import assert_idle, greedy, poison
 from tiny_models import reference_output, tiny_engine, tiny_model
 
+from prefixkv.beam_search import BeamSearch
 from prefixkv.engine import Engine
 from prefixkv.llm import LLM
 from prefixkv.output_stream import OutputStream
@@ -117,3 +118,76 @@ def test_an_open_stream_survives_another_calls_interrupt(
         tokens += delta.token_ids
     assert tokens == reference_output(model, [5, 6, 7], 2)
     assert_idle(llm.engine)
+
+
+SEARCH = SamplingParams(n=2, use_beam_search=True, max_tokens=T, ignore_eos=True)
+
+
+@pytest.mark.parametrize("moment", [0, 1, 3])
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (BeamSearch, "advance"), (Scheduler, "branch_out"), (Scheduler, "finish_branch"),
+        (OutputStream, "push"),
+    ],
+)  # fmt: skip
+def test_a_search_is_told_once(
+    model: Any, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, moment: int
+) -> None:
+    """Also if its end is interrupted: the same beams, the same counts, and nothing is left."""
+    found = []
+    for is_interrupted in (False, True):
+        engine = tiny_engine(model)
+        with monkeypatch.context() as patch:
+            if is_interrupted:
+                interrupt(patch, owner, name, moment)
+            request = engine.add([5, 6, 7], SEARCH)
+            deltas = list(steps(engine))
+        found.append([(delta.index, delta.token_ids, delta.text) for delta in deltas])
+        assert request.usage.num_completion_tokens == 2 * T
+        assert deltas[-1].usage.num_completion_tokens == 2 * T
+        assert_idle(engine)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("moment", [0, 1])
+@pytest.mark.parametrize("params", [SEARCH, SamplingParams(temperature=0, max_tokens=T, n=2)])
+def test_an_error_is_told_once(
+    model: Any, monkeypatch: pytest.MonkeyPatch, params: SamplingParams, moment: int
+) -> None:
+    """The end of a request whose step failed is interrupted: it is over all the same."""
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("planted")
+
+    engine = tiny_engine(model)
+    engine.add([5, 6, 7], params)
+    told = [*engine.step()]
+    with monkeypatch.context() as patch:
+        interrupt(patch, Scheduler, "finish_branch", moment)
+        patch.setattr(engine.model, "forward", fail)
+        told += steps(engine)
+    assert [delta.error for delta in told if delta.error] == ["RuntimeError: planted"]
+    assert_idle(engine)
+
+
+def test_beams_that_cannot_be_decoded_end_their_request_only(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error of the detokenizer at the end of a search is told; the neighbour goes on."""
+    engine = tiny_engine(model)
+    bad = engine.add([5, 6, 7], SEARCH)
+    good = engine.add([8, 9], greedy(T + 1))
+    push = OutputStream.push
+
+    def fail_for_beams(stream: OutputStream, *args: Any) -> Any:
+        if stream.request is bad:
+            raise RuntimeError("planted")
+        return push(stream, *args)
+
+    monkeypatch.setattr(OutputStream, "push", fail_for_beams)
+    told = list(steps(engine))
+    assert [d.error for d in told if d.request_id == bad.request_id] == ["RuntimeError: planted"]
+    tokens = [token for d in told if d.request_id == good.request_id for token in d.token_ids]
+    assert tokens == reference_output(model, [8, 9], T + 1)
+    assert_idle(engine)

@@ -17,7 +17,6 @@ from typing import Any
 import httpx
 import pytest
 from engine_runs import assert_idle, greedy, run
-from engine_world import one_thread
 from tiny_models import tiny_engine
 
 from prefixkv.api.app import create_app
@@ -28,7 +27,7 @@ from prefixkv.outputs import OutputDelta
 from tests.api.live_server import eventually, running
 
 NUM_THREADS = 8
-SERVER_SECONDS, ASYNC_SECONDS, JOIN_SECONDS = 10.0, 3.0, 20.0
+SERVER_SECONDS, ASYNC_SECONDS, JOIN_SECONDS = 7.0, 3.0, 20.0
 MAX_TOKENS = 6
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 STORY = "once upon a time there was a fox"
@@ -85,7 +84,6 @@ def alone(engine: Engine, prompt: list[int]) -> Answer:
 
 
 @pytest.fixture(scope="module")
-@one_thread()
 def answers() -> dict[str, Answer]:
     """What each text and dialogue is answered, by its JSON."""
     engine = tiny_engine(enable_prefix_caching=False)
@@ -183,7 +181,6 @@ def streamed_text(events: str) -> str:
     return "".join(piece or "" for piece in pieces)
 
 
-@one_thread()
 def test_eight_clients_get_the_serial_answers_and_leave_nothing(answers: dict[str, Answer]) -> None:
     """Whoever stays is answered right, whoever goes is forgotten, and the server ends cleanly."""
     engine = Served(tiny_engine(**OPTIONS))
@@ -254,7 +251,6 @@ class Task:
                 self.counts["queue full"] += 1
 
 
-@one_thread()
 def test_eight_threads_on_the_loop_of_an_async_engine(answers: dict[str, Answer]) -> None:
     """Threads hand their requests to the engine's loop; each gets its own ids, or leaves."""
     engine = Served(tiny_engine(**OPTIONS))

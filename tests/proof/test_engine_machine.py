@@ -9,7 +9,8 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from engine_world import KINDS, EngineWorld, Fault, one_thread
+from engine_oracle import KINDS, Fault
+from engine_world import EngineWorld
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -25,28 +26,37 @@ from prefixkv.sampling_params import SamplingParams
 
 MAX_LIVE = 5
 COUNTS: Counter[str] = Counter()
+INTERRUPTED = [
+    "match", "_start", "Batch.add", "_stop_running",  # while the step is scheduled
+    "forward", "layer", "sampler", "publish", "committed", "fork", "push", "finish_branch",
+    "advance", "branch_out",
+]  # fmt: skip
 RAISING = [
     *((where, RuntimeError) for where in ("forward", "layer", "sampler", "push")),
-    *((where, KeyboardInterrupt) for where in ("forward", "layer", "sampler", "commit", "publish")),
+    *((where, KeyboardInterrupt) for where in INTERRUPTED),
 ]
+RARE = [(where, KeyboardInterrupt) for where in ("advance", "branch_out", "finish_branch", "fork")]
 SPOILING = [
     (where, value)
     for where in ("keys", "values", "logits")
     for value in (float("nan"), float("inf"), float("-inf"))
 ]
 
-ENOUGH_EXAMPLES = 300
+ENOUGH_EXAMPLES = 500
 SITUATIONS = [
     *(f"{error.__name__} in {where}" for where, error in RAISING),
     *(f"{error.__name__} in copies" for error in (RuntimeError, KeyboardInterrupt)),
     *(f"{where} not finite in a row that samples" for where in ("keys", "values", "logits")),
     *(f"{where} not finite in a chunk that samples nothing" for where in ("keys", "values")),
     *(f"aborted while {state}" for state in ("waiting", "a twin", "preempted")),
-    *(f"aborted while {state}" for state in ("in its prompt", "decoding")),
+    *(f"aborted while {state}" for state in ("in its prompt", "decoding", "searching")),
+    *(f"beam searches {what}" for what in ("ended", "failed", "aborted", "preempted")),
+    *(f"beam searches {what}" for what in ("interrupted", "replayed")),
     *(f"{what} weights with running requests" for what in ("other", "same")),
     "resets with running requests", "requests with cached tokens", "partial hits",
     "copies on write", "takeovers", "blocks deduplicated", "evictions", "preemptions",
-    "steps with twins waiting", "requests that got all their tokens", "rows compared",
+    "steps with twins waiting", "rows compared", "forks", "several branches ended",
+    "branches ended at different times",
 ]  # fmt: skip
 
 prompts = st.lists(st.integers(3, 4), min_size=1, max_size=12)
@@ -55,7 +65,7 @@ salts = st.sampled_from([None, None, None, "a"])
 faults = st.one_of(
     st.builds(
         lambda place, which: Fault(place[0], which, place[1]),
-        st.sampled_from(RAISING),
+        st.sampled_from([*RAISING, *RARE, *RARE]),
         st.sampled_from([0, 0, 1]),
     ),
     st.builds(
@@ -65,11 +75,22 @@ faults = st.one_of(
     ),
 )
 params = st.builds(
-    lambda max_tokens, seed: SamplingParams(
-        temperature=0 if seed is None else 1.5, seed=seed, max_tokens=max_tokens, ignore_eos=True
+    lambda max_tokens, seed, n, stop: SamplingParams(
+        n=n, temperature=0 if seed is None else 1.5, seed=seed, max_tokens=max_tokens,
+        ignore_eos=True, stop_token_ids=stop,
     ),
     st.integers(1, 5),
     st.sampled_from([None, None, 1, 2]),
+    st.sampled_from([1, 1, 2, 3]),
+    st.sampled_from([(), (), (5, 6)]),
+)  # fmt: skip
+searches = st.builds(
+    lambda max_tokens, n, stop: SamplingParams(
+        n=n, use_beam_search=True, max_tokens=max_tokens, ignore_eos=True, stop_token_ids=stop
+    ),
+    st.sampled_from([1, 2, 3, 3, 4]),
+    st.sampled_from([2, 2, 3]),
+    st.sampled_from([(), (5, 6)]),
 )
 priorities = st.sampled_from([0, 0, 0, 1])
 
@@ -109,6 +130,13 @@ class EngineMachine(RuleBasedStateMachine):
     def add_twins(self, prompt: list[int], params: SamplingParams) -> None:
         for _ in range(2):
             self.world.add(prompt, params, None, 0)
+
+    @precondition(has_place)
+    @rule(prompt=prompts, params=searches, salt=salts, priority=priorities)
+    def add_search(
+        self, prompt: list[int], params: SamplingParams, salt: str | None, priority: int
+    ) -> None:
+        self.world.add(prompt, params, salt, priority)
 
     @precondition(has_known)
     @rule(data=st.data(), params=params)
@@ -155,9 +183,9 @@ class EngineMachine(RuleBasedStateMachine):
         what = data.draw(st.sampled_from([*["abort"] * 6, "reset", "same", "other"]))
         if what == "abort":
             states = self.world.by_state()  # by state, since some are rare
-            self.world.abort(
-                data.draw(st.sampled_from(states[data.draw(st.sampled_from(sorted(states)))]))
-            )
+            rarest = [state for state in ("a twin", "preempted", "searching") if state in states]
+            state = data.draw(st.sampled_from([*sorted(states), *rarest * 2]))
+            self.world.abort(data.draw(st.sampled_from(states[state])))
         elif what == "reset":
             self.world.reset()
         else:
@@ -173,7 +201,6 @@ class EngineMachine(RuleBasedStateMachine):
             self.world.finish()
 
 
-@one_thread()
 def test_no_order_of_events_changes_a_logit(caplog: pytest.LogCaptureFixture) -> None:
     """Whatever comes, fails or leaves in whatever order, each row is that of a lone request."""
     caplog.set_level(logging.CRITICAL, "prefixkv")  # thousands of planted failures
