@@ -40,11 +40,12 @@ def pack_tokens(tokens: Tokens) -> bytes:
             )
         return tokens
     if isinstance(tokens, array) and tokens.typecode == "i":
-        return tokens.tobytes()
-    try:
-        packed = array("I", tokens).tobytes()  # three times as fast as "i"
-    except (OverflowError, TypeError) as error:
-        raise InvalidRequest(f"token ids must be integers in [0, 2**31): {error}") from None
+        packed = tokens.tobytes()
+    else:
+        try:
+            packed = array("I", tokens).tobytes()  # three times as fast as "i"
+        except (OverflowError, TypeError) as error:
+            raise InvalidRequest(f"token ids must be integers in [0, 2**31): {error}") from None
     if not packed[3::4].isascii():  # a sign bit is set
         raise InvalidRequest("token ids must be integers in [0, 2**31)")
     return packed

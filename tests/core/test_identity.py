@@ -4,6 +4,7 @@ import itertools
 import os
 import subprocess
 import sys
+from array import array
 from dataclasses import fields, replace
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prefixkv.errors import InvalidRequest
 from prefixkv.hashing import chain_digest, pack_tokens, root_digest, unpack_tokens
 from prefixkv.identity import ModelIdentity
 
@@ -110,3 +112,10 @@ def test_packing_keeps_every_token(tokens: list[int]) -> None:
     assert len(packed) == 4 * len(tokens)
     assert unpack_tokens(packed) == tokens
     assert pack_tokens(packed) is packed
+
+
+@pytest.mark.parametrize("tokens", [[-1], [0, 2**31], array("i", [5, -1]), [1.5], ["a"]])
+def test_what_is_no_token_id_is_refused(tokens: Any) -> None:
+    """Whatever it comes in: an array of ints is looked at as well."""
+    with pytest.raises(InvalidRequest, match=r"token ids must be integers in \[0, 2\*\*31\)"):
+        pack_tokens(tokens)

@@ -61,6 +61,18 @@ def test_a_reset_moves_the_version() -> None:
     assert world.cache.pool.version > before > 1
 
 
+def test_what_becomes_findable_moves_the_version() -> None:
+    """A full block by its commit, a tail by its release: it only grows."""
+    world = World(num_blocks=8, block_size=2)
+    for prompt in ([0, 0, 1], [1, 1, 0], [1, 0, 0]):
+        before = world.cache.pool.version
+        stream = compute(world, prompt)
+        committed = world.cache.pool.version
+        world.release(stream)
+
+        assert before < committed < world.cache.pool.version
+
+
 def test_the_counters_count() -> None:
     """Every fork, copy and takeover once, however many there are."""
     world = World(num_blocks=32, block_size=4)
