@@ -35,7 +35,6 @@ RAISING = [
     *((where, RuntimeError) for where in ("forward", "layer", "sampler", "push")),
     *((where, KeyboardInterrupt) for where in INTERRUPTED),
 ]
-RARE = [(where, KeyboardInterrupt) for where in ("advance", "branch_out", "finish_branch", "fork")]
 SPOILING = [
     (where, value)
     for where in ("keys", "values", "logits")
@@ -65,7 +64,7 @@ salts = st.sampled_from([None, None, None, "a"])
 faults = st.one_of(
     st.builds(
         lambda place, which: Fault(place[0], which, place[1]),
-        st.sampled_from([*RAISING, *RARE, *RARE]),
+        st.sampled_from(RAISING),
         st.sampled_from([0, 0, 1]),
     ),
     st.builds(
@@ -171,6 +170,12 @@ class EngineMachine(RuleBasedStateMachine):
     def step_whose_copies_fail(self, which: int, error: type[BaseException]) -> None:
         """A step like the others if there are none to run."""
         self.world.step(Fault("copies", which, error))
+
+    @precondition(is_live)
+    @rule(where=st.sampled_from(["branch_out", "fork"]), which=st.sampled_from([0, 0, 1]))
+    def step_whose_branching_is_interrupted(self, where: str, which: int) -> None:
+        """Likewise."""
+        self.world.step(Fault(where, which, KeyboardInterrupt))
 
     @precondition(is_live)
     @rule(fault=faults)
