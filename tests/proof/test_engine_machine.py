@@ -26,10 +26,10 @@ from prefixkv.sampling_params import SamplingParams
 
 MAX_LIVE = 5
 COUNTS: Counter[str] = Counter()
+BRANCHING = ["advance", "branch_out", "finish_branch", "fork"]
 INTERRUPTED = [
     "match", "_start", "Batch.add", "_stop_running",  # while the step is scheduled
-    "forward", "layer", "sampler", "publish", "committed", "fork", "push", "finish_branch",
-    "advance", "branch_out",
+    "forward", "layer", "sampler", "publish", "committed", "push", *BRANCHING,
 ]  # fmt: skip
 RAISING = [
     *((where, RuntimeError) for where in ("forward", "layer", "sampler", "push")),
@@ -172,7 +172,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.world.step(Fault("copies", which, error))
 
     @precondition(is_live)
-    @rule(where=st.sampled_from(["branch_out", "fork"]), which=st.sampled_from([0, 0, 1]))
+    @rule(where=st.sampled_from(BRANCHING), which=st.sampled_from([0, 0, 1]))
     def step_whose_branching_is_interrupted(self, where: str, which: int) -> None:
         """Likewise."""
         self.world.step(Fault(where, which, KeyboardInterrupt))
