@@ -283,8 +283,8 @@ class Engine:
             sequence.discard()
             if branch.num_pending_tokens == 0:
                 sequence.rollback(sequence.num_tokens - 1)
-        for branch in list(self.scheduler.running):
-            if branch.num_pending_tokens == 0:  # forked, and got no token: it is forked again
+        for branch in self._branches():
+            if branch.index and not branch.num_output_tokens:  # it is forked again
                 self.scheduler.finish_branch(branch)
         for output in list(self._outputs.values()):
             self._end_what_is_over(output)

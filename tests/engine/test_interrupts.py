@@ -191,3 +191,20 @@ def test_beams_that_cannot_be_decoded_end_their_request_only(
     tokens = [token for d in told if d.request_id == good.request_id for token in d.token_ids]
     assert tokens == reference_output(model, [8, 9], T + 1)
     assert_idle(engine)
+
+
+@pytest.mark.parametrize("moment", [0, 1, 2])
+def test_a_fork_that_waits_for_a_place_is_not_forked_twice(
+    model: Any, monkeypatch: pytest.MonkeyPatch, moment: int
+) -> None:
+    """Interrupted between the forks, of which none has a place: each branch is there once."""
+    engine = tiny_engine(model, max_num_seqs=1)
+    params = SamplingParams(temperature=0, max_tokens=T, n=4)
+    engine.add([5, 6, 7], params)
+    outputs = [BranchOutput(index) for index in range(4)]
+    with monkeypatch.context() as patch:
+        interrupt(patch, Scheduler, "fork", moment)
+        for delta in steps(engine):
+            outputs[delta.index].add(delta)
+    assert [output.token_ids for output in outputs] == [reference_output(model, [5, 6, 7], T)] * 4
+    assert_idle(engine)

@@ -26,16 +26,15 @@ from prefixkv.sampling_params import SamplingParams
 
 MAX_LIVE = 5
 COUNTS: Counter[str] = Counter()
+BRANCHING = ["advance", "branch_out", "finish_branch", "fork"]
 INTERRUPTED = [
     "match", "_start", "Batch.add", "_stop_running",  # while the step is scheduled
-    "forward", "layer", "sampler", "publish", "committed", "fork", "push", "finish_branch",
-    "advance", "branch_out",
+    "forward", "layer", "sampler", "publish", "committed", "push", *BRANCHING,
 ]  # fmt: skip
 RAISING = [
     *((where, RuntimeError) for where in ("forward", "layer", "sampler", "push")),
     *((where, KeyboardInterrupt) for where in INTERRUPTED),
 ]
-RARE = [(where, KeyboardInterrupt) for where in ("advance", "branch_out", "finish_branch", "fork")]
 SPOILING = [
     (where, value)
     for where in ("keys", "values", "logits")
@@ -65,7 +64,7 @@ salts = st.sampled_from([None, None, None, "a"])
 faults = st.one_of(
     st.builds(
         lambda place, which: Fault(place[0], which, place[1]),
-        st.sampled_from([*RAISING, *RARE, *RARE]),
+        st.sampled_from(RAISING),
         st.sampled_from([0, 0, 1]),
     ),
     st.builds(
@@ -171,6 +170,12 @@ class EngineMachine(RuleBasedStateMachine):
     def step_whose_copies_fail(self, which: int, error: type[BaseException]) -> None:
         """A step like the others if there are none to run."""
         self.world.step(Fault("copies", which, error))
+
+    @precondition(is_live)
+    @rule(where=st.sampled_from(BRANCHING), which=st.sampled_from([0, 0, 1]))
+    def step_whose_branching_is_interrupted(self, where: str, which: int) -> None:
+        """Likewise."""
+        self.world.step(Fault(where, which, KeyboardInterrupt))
 
     @precondition(is_live)
     @rule(fault=faults)
