@@ -37,7 +37,7 @@ serve: install
 # Each file goes to one of two processes of one thread each: the tests share little, tiny tensors
 # gain nothing from threads, and OpenMP loses much where cores are taken.
 test: install
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 check: install
 	$(BIN)/ruff format --check .

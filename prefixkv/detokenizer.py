@@ -73,12 +73,15 @@ class Detokenizer:
         self._pending.append(token_id)
         return self._stop.push(self._take_finished(), may_stop=may_stop)
 
-    def flush(self, *, may_stop: bool = True) -> str:
-        """Return what was held back. Requires: no stop string was found; nothing follows."""
+    def flush(self, *, may_stop: bool = True) -> tuple[str, str | None]:
+        """Return what was held back, and the stop string that it completes.
+
+        Requires: no stop string was found before; nothing follows.
+        """
         rest = self._pending_text()[self._num_out :]
         self._pending, self._num_out = [], 0
         text, found = self._stop.push(rest, may_stop=may_stop)
-        return text if found else text + self._stop.flush()
+        return (text, found) if found is not None else (text + self._stop.flush(), None)
 
     def _take_finished(self) -> str:
         text = self._pending_text()

@@ -50,8 +50,9 @@ class OutputStream:
             if stop_reason is not None:
                 reason = "stop"
             elif num_tokens >= self.request.max_tokens:
-                reason = "length"
-                text += self._detokenizer.flush(may_stop=may_stop)
+                rest, stop_reason = self._detokenizer.flush(may_stop=may_stop)
+                text += rest
+                reason = "length" if stop_reason is None else "stop"
         told = (logprobs,) if logprobs is not None and params.logprobs is not None else None
         return self._delta(text, (token_id,), reason, stop_reason, told)
 
@@ -60,7 +61,7 @@ class OutputStream:
         text, found = "", None
         if self.request.params.include_stop_str_in_output:
             text, found = self._detokenizer.push(token_id)
-        return text if found is not None else text + self._detokenizer.flush()
+        return text if found is not None else text + self._detokenizer.flush()[0]
 
     def _delta(
         self,
