@@ -328,7 +328,11 @@ class Scheduler:
             if self._reserve(unit, num_tokens):
                 return True
             others = [b for b in self.running if _unit_key(b) is not _unit_key(self.running[0])]
-            assert others, f"no room for the only one that runs, {unit[0]}"
+            if not others:  # only what it shares in part can be in its way
+                sequence = unit[0].sequence
+                alone = sequence is not None and sequence.drop_partial()
+                assert alone, f"no room for the only one that runs, {unit[0]}"
+                continue
             victims = self._unit_of(min(others, key=self._loss))
             for victim in victims:
                 batch.remove(victim)
