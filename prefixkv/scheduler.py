@@ -328,10 +328,12 @@ class Scheduler:
             if self._reserve(unit, num_tokens):
                 return True
             others = [b for b in self.running if _unit_key(b) is not _unit_key(self.running[0])]
-            if not others:  # only what it shares in part can be in its way
+            if not others:
+                # It ends inside a published block (a token that was taken back, or a partial hit
+                # that was not written yet): the copy does not fit, so that part is computed again.
                 sequence = unit[0].sequence
-                alone = sequence is not None and sequence.drop_partial()
-                assert alone, f"no room for the only one that runs, {unit[0]}"
+                drops = len(unit) == 1 and sequence is not None and sequence.drop_partial()
+                assert drops, f"no room for the only one that runs, {unit[0]}"
                 continue
             victims = self._unit_of(min(others, key=self._loss))
             for victim in victims:

@@ -208,3 +208,24 @@ def test_a_fork_that_waits_for_a_place_is_not_forked_twice(
             outputs[delta.index].add(delta)
     assert [output.token_ids for output in outputs] == [reference_output(model, [5, 6, 7], T)] * 4
     assert_idle(engine)
+
+
+@pytest.mark.parametrize(
+    ("n", "owner", "name"), [(2, Scheduler, "fork"), (1, OutputStream, "push")]
+)
+def test_a_token_taken_back_finds_room_in_a_pool_that_its_request_fills(
+    model: Any, monkeypatch: pytest.MonkeyPatch, n: int, owner: Any, name: str
+) -> None:
+    """Its block is published by then, and there is none for a copy: the block is computed again."""
+    prompt = [3, 4, 3, 3, 3, 3, 4, 6, 6, 6]
+    engine = tiny_engine(model, num_blocks=5, block_size=2, max_num_batched_tokens=2)
+    with monkeypatch.context() as patch:
+        countdown = interrupt(patch, owner, name, 0)
+        request = engine.add(prompt, SamplingParams(temperature=0, max_tokens=1, n=n))
+        told = list(steps(engine))
+        assert countdown[0] < 0
+    assert sorted(delta.index for delta in told) == list(range(n))
+    expected = tuple(reference_output(model, prompt, 1))
+    assert [delta.token_ids for delta in told] == [expected] * n
+    assert request.usage.num_computed_tokens == len(prompt) + 2
+    assert_idle(engine)
