@@ -21,18 +21,8 @@ from prefixkv.block import (
 )
 from prefixkv.errors import ConfigError, InvalidRequest, StaleSequence
 from prefixkv.hashing import pack_tokens
-from prefixkv.sequence import Sequence as CacheSequence
 
 MODEL = IDENTITIES[0]
-
-
-def compute(world: World, tokens: list[int]) -> CacheSequence:
-    """Open a stream and compute all its tokens."""
-    stream = world.open(MODEL, tokens)
-    assert world.schedule(stream, len(tokens) - stream.sequence.num_tokens)
-    world.run([stream])
-    world.check()
-    return stream.sequence
 
 
 def test_the_example_of_the_docstring_runs() -> None:
@@ -47,7 +37,7 @@ def test_a_match_leaves_one_token_to_compute() -> None:
     for length in range(1, 14):
         world = World(num_blocks=16, block_size=4)
         tokens = [i % 3 for i in range(length)]
-        compute(world, tokens)
+        world.open_and_compute(tokens)
         world.release(world.streams[0])
         assert world.open(MODEL, tokens).sequence.num_tokens == length - 1
 
@@ -55,8 +45,8 @@ def test_a_match_leaves_one_token_to_compute() -> None:
 def test_the_same_blocks_after_another_beginning_do_not_match() -> None:
     """AB and CB share nothing: a block is found by its whole chain."""
     world = World(num_blocks=16, block_size=2)
-    compute(world, [1, 1, 0, 0])
-    compute(world, [2, 2, 0, 0])
+    world.open_and_compute([1, 1, 0, 0])
+    world.open_and_compute([2, 2, 0, 0])
     assert world.open(MODEL, [3, 3, 0, 0, 1]).sequence.num_tokens == 0
     assert len(world.cache.pool.index) == 4
 
@@ -64,8 +54,8 @@ def test_the_same_blocks_after_another_beginning_do_not_match() -> None:
 def test_no_collision_exposes_anything() -> None:
     """With a constant digest answers stay right; the collisions are counted."""
     world = World(num_blocks=16, block_size=2, digest=DIGESTS["constant"])
-    compute(world, [1, 1, 0, 0, 1])
-    compute(world, [2, 2, 0, 0, 1])
+    world.open_and_compute([1, 1, 0, 0, 1])
+    world.open_and_compute([2, 2, 0, 0, 1])
     world.finish()
     assert world.cache.stats.num_collisions > 0
 
@@ -73,7 +63,7 @@ def test_no_collision_exposes_anything() -> None:
 def test_a_fork_shares_and_the_first_write_copies() -> None:
     """Nothing is copied at the fork; the first to write moves, the last one stays in place."""
     world = World(num_blocks=16, block_size=4)
-    compute(world, [0, 1, 0, 1, 0, 1])
+    world.open_and_compute([0, 1, 0, 1, 0, 1])
     parent = world.streams[0]
     child = world.fork(parent)
     assert parent.sequence.block_table() == child.sequence.block_table()
@@ -92,7 +82,7 @@ def test_a_fork_shares_and_the_first_write_copies() -> None:
 def test_forks_may_end_in_any_order(parent_first: bool) -> None:
     """Who is released first does not matter; each gives up only what it holds."""
     world = World(num_blocks=16, block_size=4)
-    compute(world, [0, 1, 0, 1, 0, 1])
+    world.open_and_compute([0, 1, 0, 1, 0, 1])
     parent = world.streams[0]
     child = world.fork(parent)
     for stream in (parent, child) if parent_first else (child, parent):
@@ -104,7 +94,7 @@ def test_forks_may_end_in_any_order(parent_first: bool) -> None:
 def test_chained_copies_of_one_step_run_in_order() -> None:
     """A copy of a copy that has not run yet reads what the first one writes."""
     world = World(num_blocks=16, block_size=4)
-    compute(world, [0, 1, 0, 1, 0, 1])
+    world.open_and_compute([0, 1, 0, 1, 0, 1])
     parent = world.streams[0]
     child = world.fork(parent)
     child.tokens.append(0)
@@ -123,7 +113,7 @@ def test_a_tail_is_taken_over_where_it_lies_only_by_its_exact_continuation() -> 
     """Who goes on after all its tokens writes in place; who needs less of it copies."""
     for cut, copies in [(7, 0), (6, 1)]:
         world = World(num_blocks=16, block_size=4)
-        compute(world, [0, 1, 0, 1, 0, 1, 0])
+        world.open_and_compute([0, 1, 0, 1, 0, 1, 0])
         world.release(world.streams[0])
         tokens = [*[0, 1, 0, 1, 0, 1, 0][:cut], 2, 2]
         stream = world.open(MODEL, tokens)
@@ -138,7 +128,7 @@ def test_a_tail_is_taken_over_where_it_lies_only_by_its_exact_continuation() -> 
 def test_two_continuations_of_one_tail_both_find_it() -> None:
     """A tail that two hold is nobody's to write on: both copy, and it stays findable."""
     world = World(num_blocks=16, block_size=4)
-    compute(world, [0, 1, 0, 1, 0, 1])
+    world.open_and_compute([0, 1, 0, 1, 0, 1])
     world.release(world.streams[0])
     streams = [world.open(MODEL, [0, 1, 0, 1, 0, 1, last, 0]) for last in (0, 1)]
     assert [stream.sequence.num_tokens for stream in streams] == [6, 6]
@@ -171,7 +161,7 @@ def test_identical_content_is_published_once() -> None:
 def test_pinned_blocks_survive_pressure() -> None:
     """What a sequence has matched is not evicted to make room for it."""
     world = World(num_blocks=6, block_size=2)
-    compute(world, [0, 1, 0, 1, 0, 1, 0, 1])
+    world.open_and_compute([0, 1, 0, 1, 0, 1, 0, 1])
     world.release(world.streams[0])
     stream = world.open(MODEL, [0, 1, 0, 1, 2, 2, 2, 2, 2, 2])
     assert world.schedule(stream, 6)
@@ -184,7 +174,7 @@ def test_pinned_blocks_survive_pressure() -> None:
 def test_room_is_counted_without_the_hits(length: int, fits: bool) -> None:
     """Of 6 blocks, 2 are hits: 4 more can be had and not 5; a refusal changes nothing."""
     world = World(num_blocks=6, block_size=2)
-    compute(world, [0, 1, 0, 1, 0, 1, 0, 1])
+    world.open_and_compute([0, 1, 0, 1, 0, 1, 0, 1])
     world.release(world.streams[0])
     stream = world.open(MODEL, [0, 1, 0, 1, *[2] * length])
     assert stream.sequence.num_tokens == 4
@@ -196,7 +186,7 @@ def test_the_least_recently_used_chain_goes_first_from_its_end() -> None:
     """Eviction takes leaves before what they follow, the oldest chain first."""
     world = World(num_blocks=6, block_size=2)
     for start in (0, 1):
-        compute(world, [start, 0, 0, 0, 0, 0])
+        world.open_and_compute([start, 0, 0, 0, 0, 0])
         world.release(world.streams[0])
     pool = world.cache.pool
     assert pool.reserve(2)
@@ -208,8 +198,8 @@ def test_the_least_recently_used_chain_goes_first_from_its_end() -> None:
 def test_a_parent_inherits_the_newer_use() -> None:
     """A hot leaf that is evicted leaves its parent hot: an older chain goes before it."""
     world = World(num_blocks=5, block_size=2)
-    compute(world, [0, 0, 0, 0])
-    compute(world, [1, 1])
+    world.open_and_compute([0, 0, 0, 0])
+    world.open_and_compute([1, 1])
     for stream in list(reversed(world.streams)):
         world.release(stream)
     leaf = world.streams
@@ -224,9 +214,9 @@ def test_a_parent_inherits_the_newer_use() -> None:
 def test_a_use_counts_even_while_a_follower_holds_the_block() -> None:
     """A block that is matched again and again outlives its stale follower and older chains."""
     world = World(num_blocks=6, block_size=2)
-    compute(world, [0, 0, 1, 1])
+    world.open_and_compute([0, 0, 1, 1])
     world.release(world.streams[0])
-    compute(world, [1, 0])
+    world.open_and_compute([1, 0])
     world.release(world.streams[0])
     world.release(world.open(MODEL, [0, 0, 0]))  # uses the first block only
     assert world.cache.pool.reserve(5)
@@ -237,8 +227,8 @@ def test_a_use_counts_even_while_a_follower_holds_the_block() -> None:
 def test_a_cold_leaf_leaves_its_parent_warm() -> None:
     """The branch lost, but its prefix was in use until then: older chains go before it."""
     world = World(num_blocks=4, block_size=2)
-    compute(world, [0, 0, 1, 1])
-    compute(world, [1, 0])
+    world.open_and_compute([0, 0, 1, 1])
+    world.open_and_compute([1, 0])
     world.release(world.streams[1])
     world.release(world.streams[0], cold=True)
     assert world.cache.pool.reserve(2)  # the cold leaf
@@ -251,8 +241,8 @@ def test_a_cold_leaf_leaves_its_parent_warm() -> None:
 def test_cold_blocks_are_evicted_first() -> None:
     """What a losing branch leaves goes before everything else, however recent."""
     world = World(num_blocks=6, block_size=2)
-    compute(world, [0, 0])
-    compute(world, [1, 1])
+    world.open_and_compute([0, 0])
+    world.open_and_compute([1, 1])
     world.release(world.streams[0])
     world.release(world.streams[0], cold=True)
     assert [b.tokens for b in world.cache.pool.order] == [pack_tokens([1, 1]), pack_tokens([0, 0])]
@@ -264,7 +254,7 @@ def test_cold_blocks_are_evicted_first() -> None:
 def test_a_reset_forgets_everything_but_disturbs_nobody() -> None:
     """Running sequences go on; nothing old is found; nothing of them is published."""
     world = World(num_blocks=16, block_size=2)
-    compute(world, [0, 1, 0, 1, 0])
+    world.open_and_compute([0, 1, 0, 1, 0])
     stream = world.streams[0]
     world.cache.reset()
     world.check()
@@ -281,7 +271,7 @@ def test_a_reset_forgets_everything_but_disturbs_nobody() -> None:
 def test_replaced_weights_make_old_sequences_unusable() -> None:
     """No chain holds KV of two epochs: writing on an old one is refused, releasing it is not."""
     world = World(num_blocks=16, block_size=2)
-    old = compute(world, [0, 1, 0, 1, 0])
+    old = world.open_and_compute([0, 1, 0, 1, 0]).sequence
     world.cache.weights_changed()
     for use in (
         lambda: old.reserve(1),
@@ -299,7 +289,7 @@ def test_replaced_weights_make_old_sequences_unusable() -> None:
 def test_a_released_sequence_cannot_be_used() -> None:
     """A second release does nothing; everything else says that it was released."""
     world = World(num_blocks=16, block_size=2)
-    sequence = compute(world, [0, 1, 0])
+    sequence = world.open_and_compute([0, 1, 0]).sequence
     world.release(world.streams[0])
     sequence.release()
     assert sequence.is_released
@@ -374,7 +364,7 @@ def test_a_disabled_cache_finds_nothing() -> None:
 def test_usage_counts_what_cannot_be_had() -> None:
     """Idle blocks are room, blocks in use are not."""
     world = World(num_blocks=8, block_size=2)
-    compute(world, [0, 1, 0, 1])
+    world.open_and_compute([0, 1, 0, 1])
     assert world.cache.usage == 2 / 8
     world.release(world.streams[0])
     assert world.cache.usage == 0
@@ -447,9 +437,9 @@ def test_a_refused_open_leaves_no_root() -> None:
 def test_a_warm_use_takes_the_cold_away() -> None:
     """What a losing branch left, and somebody used again, is evicted in its turn."""
     world = World(num_blocks=8, block_size=2)
-    compute(world, [0, 0])
+    world.open_and_compute([0, 0])
     world.release(world.streams[0], cold=True)
-    compute(world, [0, 0, 1, 1])  # follows the cold block, and keeps it from being idle
+    world.open_and_compute([0, 0, 1, 1])  # follows the cold block, and keeps it from being idle
     world.release(world.open(MODEL, [0, 0, 2]))
     world.release(world.streams[0])
     assert all(block.priority == 0 for block in world.cache.pool.blocks)
@@ -458,7 +448,7 @@ def test_a_warm_use_takes_the_cold_away() -> None:
 def test_the_version_moves_whenever_room_may_have_grown() -> None:
     """Also when a reference goes away that was not the last one."""
     world = World(num_blocks=8, block_size=2)
-    compute(world, [0, 0, 1, 1])
+    world.open_and_compute([0, 0, 1, 1])
     holder = world.open(MODEL, [0, 0, 2])  # ends at the first block
     world.release(world.streams[0])
     before = world.cache.pool.version, world.cache.pool.num_reclaimable()
@@ -481,7 +471,7 @@ def test_replaced_weights_get_another_root() -> None:
 def test_spare_blocks_are_asked_for_even_if_the_write_itself_takes_none() -> None:
     """A tail that is written on in place needs no block; what others were promised still counts."""
     world = World(num_blocks=4, block_size=4)
-    compute(world, [0, 1, 0, 1, 0])
+    world.open_and_compute([0, 1, 0, 1, 0])
     world.release(world.streams[0])
     sequence = world.open(MODEL, [0, 1, 0, 1, 0, 1]).sequence
     assert sequence.num_blocks_needed(1) == 0

@@ -15,15 +15,6 @@ from prefixkv.identity import ModelIdentity
 MODEL = IDENTITIES[0]
 
 
-def compute(world: World, tokens: list[int]) -> Stream:
-    """Open a stream and compute all its tokens."""
-    stream = world.open(MODEL, tokens)
-    assert world.schedule(stream, len(tokens) - stream.sequence.num_tokens)
-    world.run([stream])
-    world.check()
-    return stream
-
-
 def go_on(world: World, stream: Stream, token: int) -> None:
     """Compute one more token of a stream."""
     stream.tokens.append(token)
@@ -54,7 +45,7 @@ def test_a_reset_moves_the_version() -> None:
     """It makes room, so that a head of the queue has to be looked at again."""
     world = World(num_blocks=8, block_size=2)
     for prompt in ([0, 0, 1], [1, 1, 0]):
-        world.release(compute(world, prompt))
+        world.release(world.open_and_compute(prompt))
     before = world.cache.pool.version
     world.cache.reset()
 
@@ -66,7 +57,7 @@ def test_what_becomes_findable_moves_the_version() -> None:
     world = World(num_blocks=8, block_size=2)
     for prompt in ([0, 0, 1], [1, 1, 0], [1, 0, 0]):
         before = world.cache.pool.version
-        stream = compute(world, prompt)
+        stream = world.open_and_compute(prompt)
         committed = world.cache.pool.version
         world.release(stream)
 
@@ -76,7 +67,7 @@ def test_what_becomes_findable_moves_the_version() -> None:
 def test_the_counters_count() -> None:
     """Every fork, copy and takeover once, however many there are."""
     world = World(num_blocks=32, block_size=4)
-    parent = compute(world, [0, 1, 0])
+    parent = world.open_and_compute([0, 1, 0])
     children = [world.fork(parent) for _ in range(3)]
     for child in children[:2]:
         go_on(world, child, 1)
@@ -84,8 +75,8 @@ def test_the_counters_count() -> None:
     for child in children:
         world.release(child)
     for first in (2, 3):
-        world.release(compute(world, [first, 0]))
-        world.release(compute(world, [first, 0, 0, 1]))
+        world.release(world.open_and_compute([first, 0]))
+        world.release(world.open_and_compute([first, 0, 0, 1]))
 
     stats = world.cache.stats
     assert stats.num_forks == 3
@@ -97,7 +88,7 @@ def test_the_counters_count() -> None:
 def test_a_discard_with_nothing_scheduled_leaves_shared_blocks_alone() -> None:
     """Neither a published block that was matched in part, nor a private one that a fork shares."""
     world = World(num_blocks=8, block_size=4)
-    kept = compute(world, [0, 1, 0, 1, 1, 1])
+    kept = world.open_and_compute([0, 1, 0, 1, 1, 1])
     world.release(kept)
     for length in (3, 5):  # ends inside the full block, inside the tail
         reader = world.open(MODEL, [*kept.tokens[:length], 2])
@@ -107,7 +98,7 @@ def test_a_discard_with_nothing_scheduled_leaves_shared_blocks_alone() -> None:
         world.release(reader)
     assert world.open(MODEL, [*kept.tokens, 0]).sequence.num_tokens == 6
 
-    parent = compute(world, [2, 2, 2])
+    parent = world.open_and_compute([2, 2, 2])
     child = world.fork(parent)
     world.rollback(child, 1)
     child.sequence.discard()
@@ -117,7 +108,7 @@ def test_a_discard_with_nothing_scheduled_leaves_shared_blocks_alone() -> None:
 def test_a_discarded_step_leaves_nothing_for_the_tail() -> None:
     """What was scheduled and never computed is not published when the sequence ends."""
     world = World(num_blocks=8, block_size=4)
-    stream = compute(world, [0, 1, 0, 1, 0])
+    stream = world.open_and_compute([0, 1, 0, 1, 0])
     stream.tokens += [1, 1]
     assert world.schedule(stream, 2)
     stream.sequence.discard()
@@ -154,7 +145,7 @@ def test_the_parent_of_a_cold_leaf_comes_after_the_other_cold_leaves() -> None:
     """Being cold is not inherited, even by a parent that was used less recently."""
     world = World(num_blocks=4, block_size=2)
     for prompt in ([0, 0, 1, 1], [1, 1, 0, 0]):
-        world.release(compute(world, prompt), cold=True)
+        world.release(world.open_and_compute(prompt), cold=True)
     assert world.cache.pool.reserve(2)
     world.check()
 
@@ -165,7 +156,7 @@ def test_evictions_are_counted_and_leave_no_trace() -> None:
     """A block begins its next life as warm as any other."""
     world = World(num_blocks=4, block_size=2)
     for evicted in (2, 4):
-        world.release(compute(world, [0, 0, 1, 1]), cold=True)
+        world.release(world.open_and_compute([0, 0, 1, 1]), cold=True)
         assert world.cache.pool.reserve(4)
         assert world.cache.pool.num_evicted == evicted
         assert all(block.priority == 0 for block in world.cache.pool.blocks)
@@ -187,7 +178,7 @@ def test_only_a_part_of_a_block_is_dropped() -> None:
     """One token of it or more; where the sequence ends with a block there is nothing to drop."""
     world = World(num_blocks=16, block_size=4)
     tokens = [0, 1, 0, 1, 1, 0, 1]
-    world.release(compute(world, tokens))
+    world.release(world.open_and_compute(tokens))
     for length, left in [(4, 4), (5, 4), (6, 4), (3, 0)]:
         sequence = world.open(MODEL, [*tokens[:length], 2]).sequence
         assert sequence.num_tokens == length
@@ -198,7 +189,7 @@ def test_only_a_part_of_a_block_is_dropped() -> None:
 def test_a_release_between_write_and_commit_discards_what_was_scheduled() -> None:
     """Whoever leaves in the middle of a step leaves a tail of computed tokens only."""
     world = World(num_blocks=8, block_size=4)
-    stream = compute(world, [0, 1, 0, 1, 0])
+    stream = world.open_and_compute([0, 1, 0, 1, 0])
     stream.tokens += [1, 1]
     assert world.schedule(stream, 2)
     world.release(stream)
@@ -211,7 +202,7 @@ def test_a_release_is_warm_unless_it_says_cold() -> None:
     """Sequences that end as usual are evicted in the order of their ends."""
     world = World(num_blocks=4, block_size=2)
     for prompt in ([0, 0, 0], [1, 1, 1]):
-        stream = compute(world, prompt)
+        stream = world.open_and_compute(prompt)
         world.streams.remove(stream)
         if prompt[0]:
             stream.sequence.release()
@@ -238,7 +229,7 @@ def test_each_block_that_collides_is_counted() -> None:
 def test_a_fork_that_leaves_before_its_copy_ran_gives_up_all_it_held() -> None:
     """The source of the copy and the chain above it, of which others hold a part."""
     world = World(num_blocks=8, block_size=4)
-    parent = compute(world, [0, 1, 0, 1, 0, 1])
+    parent = world.open_and_compute([0, 1, 0, 1, 0, 1])
     child = world.fork(parent)
     child.tokens.append(0)
     assert world.schedule(child, 1)
@@ -253,7 +244,7 @@ def test_a_fork_that_leaves_before_its_copy_ran_gives_up_all_it_held() -> None:
 def test_what_a_rollback_or_a_copy_gives_up_stays_warm() -> None:
     """Only a release that says so sends blocks to the cold end."""
     world = World(num_blocks=8, block_size=2)
-    stream = compute(world, [0, 1, 0, 1])
+    stream = world.open_and_compute([0, 1, 0, 1])
     world.rollback(stream, 2)
     reader = world.open(MODEL, [0, 1, 0, 0])
     world.schedule(reader, 1)
@@ -266,7 +257,7 @@ def test_what_a_rollback_or_a_copy_gives_up_stays_warm() -> None:
 def test_a_released_sequence_is_empty() -> None:
     """It keeps no block and no token, whoever still looks at it."""
     world = World(num_blocks=8, block_size=2)
-    stream = compute(world, [0, 1, 0])
+    stream = world.open_and_compute([0, 1, 0])
     world.release(stream)
     sequence = stream.sequence
 
@@ -302,7 +293,7 @@ def test_whole_blocks_are_found_to_the_last_one_without_partial_matching(
 def test_a_write_fills_the_last_block_to_its_end_and_no_further(num_new: int) -> None:
     """Also where blocks are larger than in most tests: 6 slots are left, the rest follows."""
     world = World(num_blocks=8, block_size=8)
-    stream = compute(world, [0, 1])
+    stream = world.open_and_compute([0, 1])
     stream.tokens += [1] * num_new
     assert world.schedule(stream, num_new)
     world.run([stream])
@@ -316,7 +307,7 @@ def test_a_write_fills_the_last_block_to_its_end_and_no_further(num_new: int) ->
 def test_what_was_rolled_back_is_written_over(end: list[int]) -> None:
     """The block keeps none of it, whether the new end lies in it or behind it."""
     world = World(num_blocks=8, block_size=8)
-    stream = compute(world, [0, 1, 1, 1, 1, 1])
+    stream = world.open_and_compute([0, 1, 1, 1, 1, 1])
     world.rollback(stream, 3)
     stream.tokens += end
     assert world.schedule(stream, len(end))
@@ -330,7 +321,7 @@ def test_what_was_rolled_back_is_written_over(end: list[int]) -> None:
 
 def test_spare_blocks_are_asked_for_while_decoding_in_place() -> None:
     """A private block with room takes none itself; what others were promised still counts."""
-    sequence = compute(World(num_blocks=4, block_size=4), [0, 1]).sequence
+    sequence = World(num_blocks=4, block_size=4).open_and_compute([0, 1]).sequence
 
     assert sequence.reserve(2, spare_blocks=3)
     assert not sequence.reserve(2, spare_blocks=4)
@@ -341,7 +332,7 @@ def test_spare_blocks_are_asked_for_while_decoding_in_place() -> None:
 def test_a_copy_takes_one_block_and_what_follows_takes_its_own() -> None:
     """Room is asked for exactly: no more, or others are evicted for nothing."""
     world = World(num_blocks=8, block_size=4)
-    parent = compute(world, [0, 1, 0, 1, 0])
+    parent = world.open_and_compute([0, 1, 0, 1, 0])
     child = world.fork(parent)
 
     needed = [child.sequence.num_blocks_needed(n) for n in (1, 3, 4, 7, 8)]
@@ -353,7 +344,7 @@ def test_a_tail_is_kept_beside_one_that_begins_alike() -> None:
     world = World(num_blocks=16, block_size=4)
     beginning = [0, 0, 0, 0]
     for end in ([1, 1], [1, 2], [1]):
-        world.release(compute(world, beginning + end))
+        world.release(world.open_and_compute(beginning + end))
         world.check()
 
     for end in ([1, 1], [1, 2]):

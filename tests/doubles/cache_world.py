@@ -95,6 +95,16 @@ class World:
             rivals = sum(other.last_block is last for other in self.cache.sequences) - 1
             self.seen["takeover wanted by several" if rivals else "takeover"] += 1
 
+    def open_and_compute(
+        self, tokens: list[int], identity: ModelIdentity = IDENTITIES[0]
+    ) -> Stream:
+        """Open a stream and compute all its tokens, in one step that must find room."""
+        stream = self.open(identity, tokens)
+        assert self.schedule(stream, len(tokens) - stream.sequence.num_tokens)
+        self.run([stream])
+        self.check()
+        return stream
+
     def run_copies(self) -> None:
         """Run the queued copies."""
         self.seen["several copies in a step"] += len(self.cache.pool.copies) > 1

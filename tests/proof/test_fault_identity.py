@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from cache_world import IDENTITIES, Stream, World
+from cache_world import IDENTITIES, World
 from tiny_models import tiny_engine, tiny_model
 
 import prefixkv
@@ -24,15 +24,6 @@ MODEL = IDENTITIES[0]
 @pytest.fixture(scope="module")
 def model() -> Any:
     return tiny_model()
-
-
-def compute(world: World, tokens: list[int]) -> Stream:
-    """Open a stream and compute all its tokens."""
-    stream = world.open(MODEL, tokens)
-    assert world.schedule(stream, len(tokens) - stream.sequence.num_tokens)
-    world.run([stream])
-    world.check()
-    return stream
 
 
 @pytest.mark.parametrize(
@@ -99,8 +90,8 @@ def test_an_engines_identity_has_all_that_its_blocks_depend_on(model: Any) -> No
 def test_a_block_is_not_matched_in_the_middle_of_another_prompt() -> None:
     """A and B were computed one after the other, C alone: CB finds C only, full and half-filled."""
     world = World(num_blocks=16, block_size=2)
-    world.release(compute(world, [1, 1, 0, 0, 0]))
-    world.release(compute(world, [2, 2]))
+    world.release(world.open_and_compute([1, 1, 0, 0, 0]))
+    world.release(world.open_and_compute([2, 2]))
     assert world.open(MODEL, [2, 2, 0, 0, 0, 1]).sequence.num_tokens == 2
     assert world.open(MODEL, [0, 0, 0, 1]).sequence.num_tokens == 0
     assert world.open(MODEL, [1, 1, 0, 0, 0, 1]).sequence.num_tokens == 5

@@ -17,15 +17,6 @@ from prefixkv.eviction import EvictionOrder
 MODEL = IDENTITIES[0]
 
 
-def compute(world: World, tokens: list[int]) -> Stream:
-    """Open a stream and compute all its tokens."""
-    stream = world.open(MODEL, tokens)
-    assert world.schedule(stream, len(tokens) - stream.sequence.num_tokens)
-    world.run([stream])
-    world.check()
-    return stream
-
-
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_two_that_computed_the_same_blocks_end_in_either_order(order: tuple[int, int]) -> None:
     """Both hold the blocks that stayed; evicting all that can be had frees nothing of the other."""
@@ -54,7 +45,7 @@ def test_a_matched_leaf_is_not_evicted_for_what_follows_it(num_tokens: int, fits
     """Idle until it was matched, and the oldest of all: of 6 blocks 4 can be had besides it."""
     world = World(num_blocks=6, block_size=2)
     for tokens in ([0, 0, 0, 0], [1, 1, 1, 1]):
-        world.release(compute(world, tokens))
+        world.release(world.open_and_compute(tokens))
     stream = world.open(MODEL, [0, 0, 0, 0, *[2] * num_tokens])
     before = world.snapshot()
     assert stream.sequence.num_tokens == 4
@@ -73,24 +64,24 @@ Start = Callable[[World, int], Stream]
 
 def alone(world: World, length: int) -> Stream:
     """A sequence that holds its last block alone."""
-    return compute(world, [0] * length)
+    return world.open_and_compute([0] * length)
 
 
 def forked(world: World, length: int) -> Stream:
     """A sequence that shares its last block with a branch."""
-    world.fork(compute(world, [0] * length))
+    world.fork(world.open_and_compute([0] * length))
     return world.streams[0]
 
 
 def matched(world: World, length: int) -> Stream:
     """A sequence that has just found a finished one's blocks, tail included."""
-    world.release(compute(world, [0] * length))
+    world.release(world.open_and_compute([0] * length))
     return world.open(MODEL, [0] * length + [1])
 
 
 def matched_in_part(world: World, length: int) -> Stream:
     """A sequence that has just found all but the last token of a finished one."""
-    world.release(compute(world, [0] * length))
+    world.release(world.open_and_compute([0] * length))
     return world.open(MODEL, [0] * length)
 
 
