@@ -16,11 +16,11 @@ from typing import Any
 
 import httpx
 import pytest
+from asked_engine import AskedEngine
 from engine_runs import assert_idle, greedy, run
 from tiny_models import tiny_engine
 
 from prefixkv.api.app import create_app
-from prefixkv.async_engine import AsyncEngine
 from prefixkv.engine import Engine
 from prefixkv.errors import QueueFull
 from prefixkv.outputs import OutputDelta
@@ -52,29 +52,6 @@ SALTS = (None, None, "a", "b")
 OPTIONS: dict[str, Any] = {
     "num_blocks": 32, "max_prefill_chunk": 16, "max_num_seqs": 6, "max_num_waiting": 2,
 }  # fmt: skip
-
-
-class Served(AsyncEngine):
-    """An async engine that remembers its loop, so that other threads can ask."""
-
-    async def start(self) -> None:
-        self.loop = asyncio.get_running_loop()
-        await super().start()
-
-    def ask(self) -> dict[str, Any]:
-        """The engine's stats; checks its books on the way."""
-
-        def look() -> dict[str, Any]:
-            self.engine.check_invariants()
-            return self.engine.stats()
-
-        return asyncio.run_coroutine_threadsafe(self.run(look), self.loop).result(JOIN_SECONDS)
-
-    def is_idle(self) -> bool:
-        """Whether nothing runs, waits or is held."""
-        stats = self.ask()
-        names = ("kv_cache_usage", "num_requests_running", "num_requests_waiting")
-        return [stats[name] for name in names] == [0, 0, 0]
 
 
 def alone(engine: Engine, prompt: list[int]) -> Answer:
@@ -183,7 +160,7 @@ def streamed_text(events: str) -> str:
 
 def test_eight_clients_get_the_serial_answers_and_leave_nothing(answers: dict[str, Answer]) -> None:
     """Whoever stays is answered right, whoever goes is forgotten, and the server ends cleanly."""
-    engine = Served(tiny_engine(**OPTIONS))
+    engine = AskedEngine(tiny_engine(**OPTIONS))
     with running(create_app(engine, ["tiny"])) as port:
         deadline = time.monotonic() + SERVER_SECONDS
         clients = [Client(seed, port, answers, deadline) for seed in range(NUM_THREADS)]
@@ -226,7 +203,7 @@ async def tokens_of(stream: AsyncIterator[OutputDelta]) -> list[int]:
 class Task:
     """A thread that runs requests on the loop of an async engine, and cancels some."""
 
-    def __init__(self, seed: int, engine: Served, answers: dict[str, Answer]) -> None:
+    def __init__(self, seed: int, engine: AskedEngine, answers: dict[str, Answer]) -> None:
         self.rng, self.engine, self.answers = random.Random(seed), engine, answers
         self.counts: Counter[str] = Counter()
 
@@ -253,7 +230,7 @@ class Task:
 
 def test_eight_threads_on_the_loop_of_an_async_engine(answers: dict[str, Answer]) -> None:
     """Threads hand their requests to the engine's loop; each gets its own ids, or leaves."""
-    engine = Served(tiny_engine(**OPTIONS))
+    engine = AskedEngine(tiny_engine(**OPTIONS))
     tasks = [Task(seed, engine, answers) for seed in range(NUM_THREADS)]
 
     async def main() -> None:

@@ -1,6 +1,5 @@
 """A client that leaves frees what its request held, over real sockets and a real engine."""
 
-import asyncio
 import json
 import socket
 import threading
@@ -9,42 +8,20 @@ from typing import Any
 
 import httpx
 import pytest
+from asked_engine import AskedEngine
 from tiny_models import tiny_engine
 
 from prefixkv.api.app import create_app
-from prefixkv.async_engine import AsyncEngine
 from tests.api.live_server import eventually, running
 
 ENDLESS = {"prompt": "abc", "max_tokens": 250, "temperature": 0, "ignore_eos": True}
 
 
-class Recorder(AsyncEngine):
-    """An async engine that remembers its loop, so that a test can ask from another thread."""
-
-    async def start(self) -> None:
-        self.loop = asyncio.get_running_loop()
-        await super().start()
-
-    def ask(self) -> dict[str, Any]:
-        """The engine's stats; checks its books on the way."""
-
-        def look() -> dict[str, Any]:
-            self.engine.check_invariants()
-            return self.engine.stats()
-
-        return asyncio.run_coroutine_threadsafe(self.run(look), self.loop).result(20)
-
-
 @pytest.fixture
-def served(request: pytest.FixtureRequest) -> Iterator[tuple[Recorder, int]]:
-    engine = Recorder(tiny_engine(num_blocks=getattr(request, "param", 80)))
+def served(request: pytest.FixtureRequest) -> Iterator[tuple[AskedEngine, int]]:
+    engine = AskedEngine(tiny_engine(num_blocks=getattr(request, "param", 80)))
     with running(create_app(engine, ["tiny"])) as port:
         yield engine, port
-
-
-def is_idle(engine: Recorder) -> bool:
-    stats = engine.ask()
-    return (stats["kv_cache_usage"], stats["num_requests_running"]) == (0, 0)
 
 
 @pytest.mark.parametrize("served", [300], indirect=True)
@@ -60,7 +37,7 @@ def is_idle(engine: Recorder) -> bool:
     ],
 )
 def test_a_cut_connection_aborts_its_request(
-    served: tuple[Recorder, int], fields: dict[str, Any], num_branches: int
+    served: tuple[AskedEngine, int], fields: dict[str, Any], num_branches: int
 ) -> None:
     """Streamed or not, one branch or four: the pool is back where it was, and others are served."""
     engine, port = served
@@ -74,7 +51,7 @@ def test_a_cut_connection_aborts_its_request(
         eventually(lambda: engine.ask()["num_requests_running"] == num_branches)
         if fields.get("stream"):
             assert connection.recv(100)
-    eventually(lambda: is_idle(engine))
+    eventually(engine.is_idle)
     steps = engine.ask()["num_steps"]
     assert steps < 250  # it did not run to its end
 
@@ -84,7 +61,7 @@ def test_a_cut_connection_aborts_its_request(
     assert answer.status_code == 200
 
 
-def test_many_clients_half_of_which_leave(served: tuple[Recorder, int]) -> None:
+def test_many_clients_half_of_which_leave(served: tuple[AskedEngine, int]) -> None:
     """Those that stay get their answers, by preemption if need be; nothing is left behind."""
     engine, port = served
     url = f"http://127.0.0.1:{port}/v1/completions"
@@ -106,7 +83,7 @@ def test_many_clients_half_of_which_leave(served: tuple[Recorder, int]) -> None:
         thread.start()
     for thread in threads:
         thread.join(60)
-    eventually(lambda: is_idle(engine))
+    eventually(engine.is_idle)
 
     assert sorted(texts) == [0, 2, 4, 6, 8, 10]
     assert texts[0] == texts[6]
