@@ -263,13 +263,17 @@ class Engine:
             for item, result in zip(batch, results, strict=True)
             if result is NOT_FINITE
         }
-        well = [i for i, item in enumerate(batch) if item.branch.request not in sick]
-        for i in well:
-            self._commit(batch[i])
+        well = [
+            (item, result)
+            for item, result in zip(batch, results, strict=True)
+            if item.branch.request not in sick
+        ]
+        for item, _ in well:
+            self._commit(item)
         self._fail_all(sick)
-        for i in well:
-            self._deliver(batch[i].branch, results[i])
-        self._advance_searches([batch[i] for i in well], results, well)
+        for item, result in well:
+            self._deliver(item.branch, result)
+        self._advance_searches(well)
 
     def _take_back(self, batch: list[ScheduledBranch]) -> None:
         """Undo what was scheduled and not computed, or computed without its token being drawn."""
@@ -310,24 +314,32 @@ class Engine:
         self.num_computed_tokens += len(inputs.token_ids)
         assert attention.finite_rows is not None
         healthy = _all_by_branch(attention.finite_rows, inputs)
-        finite_logits = torch.isfinite(logits).all(dim=-1).tolist()
+        return self._choose(batch, healthy, logits)
+
+    def _choose(
+        self, batch: list[ScheduledBranch], healthy: list[bool], logits: torch.Tensor
+    ) -> list[StepResult]:
+        """Draw from the rows of `logits` that are drawn from, all at once."""
+        finite = torch.isfinite(logits).all(dim=-1).tolist()
         results: list[StepResult] = [None if ok else NOT_FINITE for ok in healthy]
+        drawn: dict[int, list[Sampled]] = {}  # by place in `batch`
         rows: list[SamplingRow] = []
-        places: list[tuple[int, int]] = []  # of each row: in `logits`, in `batch`
-        sampling = [i for i, item in enumerate(batch) if item.samples]
-        for place, i in enumerate(sampling):
-            if not healthy[i] or not finite_logits[place]:
-                results[i] = NOT_FINITE
-            elif batch[i].branch.request.in_lockstep:
-                results[i] = logits[place]
+        sources: list[tuple[int, int]] = []  # of each of `rows`: row of `logits`, place in `batch`
+        sampling = [place for place, item in enumerate(batch) if item.samples]
+        for row, place in enumerate(sampling):
+            branch = batch[place].branch
+            if not healthy[place] or not finite[row]:
+                results[place] = NOT_FINITE
+            elif branch.request.in_lockstep:
+                results[place] = logits[row]
             else:
-                drawn = self._sampling_rows(batch[i].branch)
-                rows += drawn
-                places += [(place, i)] * len(drawn)
-        sampled = self._sampler.sample(logits[[place for place, _ in places]], rows)
-        for (_, i), token in zip(places, sampled, strict=True):
-            tokens = results[i]
-            results[i] = [*tokens, token] if isinstance(tokens, list) else [token]
+                results[place] = drawn[place] = []
+                wanted = self._sampling_rows(branch)
+                rows += wanted
+                sources += [(row, place)] * len(wanted)
+        sampled = self._sampler.sample(logits[[row for row, _ in sources]], rows)
+        for (_, place), token in zip(sources, sampled, strict=True):
+            drawn[place].append(token)
         return results
 
     def _sampling_rows(self, branch: Branch) -> list[SamplingRow]:
@@ -404,13 +416,10 @@ class Engine:
         begun = self._outputs[request.request_id].begun
         return [i for i in range(1, request.params.num_branches) if i not in begun]
 
-    def _advance_searches(
-        self, items: list[ScheduledBranch], results: list[StepResult], places: list[int]
-    ) -> None:
+    def _advance_searches(self, results: list[tuple[ScheduledBranch, StepResult]]) -> None:
         """Let each beam search choose who goes on, from the logits of all its beams."""
         rows: dict[Request, list[torch.Tensor]] = {}
-        for item, place in zip(items, places, strict=True):
-            row = results[place]
+        for item, row in results:
             if isinstance(row, torch.Tensor):
                 rows.setdefault(item.branch.request, []).append(row)
         for request, logits in rows.items():

@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Sequence
 from copy import copy
-from dataclasses import replace
 
 from prefixkv.beam_search import BeamSearch, Hypothesis
 from prefixkv.detokenizer import TokenDecoder
@@ -19,8 +18,7 @@ class RequestOutput:
 
     Attributes:
         search: the beam search of the request; None unless it has begun.
-        begun: indices of the branches that have got a token.
-        over: indices of those that have got their last one.
+        over: indices of the branches that have got their last token.
         closing: what is told when all its branches are gone; None unless the request is over.
     """
 
@@ -32,22 +30,23 @@ class RequestOutput:
         self.closing: list[OutputDelta] | None = None
         self._tokenizer = tokenizer
         self._eos_token_ids = eos_token_ids
-        self.begun: set[int] = set()
         self.over: set[int] = set()
         self._streams: dict[int, OutputStream] = {}
         self._drawn: dict[int, _Sample] = {}
+
+    @property
+    def begun(self) -> Collection[int]:
+        """Indices of the branches that have got a token."""
+        return self._streams.keys()
 
     def push(
         self, branch: Branch, token_id: int, logprobs: TokenLogprobs | None
     ) -> list[OutputDelta]:
         """Add a token that a branch has just appended; returns what is to be told now."""
-        stream = self._streams.get(branch.index)
-        if stream is None:
-            stream = OutputStream(branch, self._tokenizer, self._eos_token_ids)
-            self._streams[branch.index] = stream
+        stream = self._streams.get(branch.index) or self._stream(branch)
         stream.branch = branch
         delta = stream.push(token_id, logprobs)
-        self.begun.add(branch.index)
+        self._streams[branch.index] = stream  # not before, as the first token may be taken back
         if delta.finish_reason is not None:
             self.over.add(branch.index)
         if self.request.params.is_ranked:
@@ -61,17 +60,7 @@ class RequestOutput:
         """Tell the best `n` of all that were drawn, by their mean log-probability."""
         best = sorted(self._drawn.values(), key=lambda sample: -sample.mean_logprob)
         return [
-            OutputDelta(
-                self.request.request_id,
-                sample.text,
-                tuple(sample.token_ids),
-                copy(self.request.usage),
-                sample.finish_reason,
-                sample.stop_reason,
-                logprobs=tuple(sample.logprobs) if sample.logprobs is not None else None,
-                index=index,
-                score=sample.mean_logprob,
-            )
+            self._whole(sample, index, sample.mean_logprob)
             for index, sample in enumerate(best[: self.request.params.n])
         ]
 
@@ -90,27 +79,38 @@ class RequestOutput:
 
     def beams(self, hypotheses: Sequence[Hypothesis]) -> list[OutputDelta]:
         """Tell what a search has found."""
-        deltas = [self._beam(index, hypothesis) for index, hypothesis in enumerate(hypotheses)]
+        decoded = [self._decode(hypothesis) for hypothesis in hypotheses]
         # not before, as decoding may be interrupted, and is run again then
         self.request.usage.num_completion_tokens += sum(len(h.token_ids) for h in hypotheses)
-        return [replace(delta, usage=copy(self.request.usage)) for delta in deltas]
+        return [
+            self._whole(output, index, hypothesis.score)
+            for index, (output, hypothesis) in enumerate(zip(decoded, hypotheses, strict=True))
+        ]
 
-    def _beam(self, index: int, hypothesis: Hypothesis) -> OutputDelta:
-        branch = Branch(self.request, index)
-        stream = OutputStream(branch, self._tokenizer, self._eos_token_ids)
-        told = BranchOutput()
+    def _decode(self, hypothesis: Hypothesis) -> BranchOutput:
+        branch, output = Branch(self.request, 0), BranchOutput()
+        stream = self._stream(branch)
         for token_id in hypothesis.token_ids:
             branch.append(token_id)
-            told.add(stream.push(token_id))
+            output.add(stream.push(token_id))
+        assert output.finish_reason == hypothesis.finish_reason
+        return output
+
+    def _stream(self, branch: Branch) -> OutputStream:
+        return OutputStream(branch, self._tokenizer, self._eos_token_ids)
+
+    def _whole(self, output: BranchOutput, index: int, score: float) -> OutputDelta:
+        """All of a ranked output at once."""
         return OutputDelta(
             self.request.request_id,
-            told.text,
-            tuple(hypothesis.token_ids),
+            output.text,
+            tuple(output.token_ids),
             copy(self.request.usage),
-            hypothesis.finish_reason,
-            told.stop_reason,
+            output.finish_reason,
+            output.stop_reason,
+            logprobs=tuple(output.logprobs) if output.logprobs is not None else None,
             index=index,
-            score=hypothesis.score,
+            score=score,
         )
 
     def fail(self, error: str) -> OutputDelta:

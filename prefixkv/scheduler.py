@@ -157,18 +157,14 @@ class Scheduler:
         It runs if there is a place; else it waits, and is matched like any other.
         """
         child = branch.fork(index)
-        self.adopt(child)
-        return child
-
-    def adopt(self, child: Branch) -> None:
-        """Let a branch that was forked run; or wait, holding nothing, if no place is free."""
         if len(self.running) < self.config.max_num_seqs:
             self.running.add(child)
-            return
+            return child
         assert child.sequence is not None
         child.sequence.release()
         child.sequence = None
         self.waiting.add(child)
+        return child
 
     def branch_out(self, request: Request, goes_on: Iterable[tuple[int, int]]) -> None:
         """Let the beams of a request go on: each from a beam of now, by one token.
