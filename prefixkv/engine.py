@@ -164,24 +164,13 @@ class Engine:
             eos_token_ids=facts.eos_token_ids,
             vocab_size=facts.vocab_size,
         )
-        number = next(self._numbers)
         request = Request(
             request_id if request_id is not None else self._new_id(),
             packed,
             params,
             self._identity_for(cache_salt),
-            number=number,
-            max_tokens=resolve_max_tokens(
-                len(packed) // 4,
-                params.max_tokens,
-                self.max_model_len,
-                pool_tokens_left(
-                    params,
-                    len(packed) // 4,
-                    num_blocks=self.cache.pool.num_usable,
-                    block_size=self.config.block_size,
-                ),
-            ),
+            number=next(self._numbers),
+            max_tokens=self._max_tokens(params, len(packed) // 4),
             seed=params.seed if params.seed is not None else self._seeds.randint(0, MAX_SEED),
             priority=priority,
             rules=rules,
@@ -194,6 +183,17 @@ class Engine:
         self.scheduler.add(request)
         self._outputs[request.request_id] = output
         return request
+
+    def _max_tokens(self, params: SamplingParams, num_prompt_tokens: int) -> int:
+        pool_left = pool_tokens_left(
+            params,
+            num_prompt_tokens,
+            num_blocks=self.cache.pool.num_usable,
+            block_size=self.config.block_size,
+        )
+        return resolve_max_tokens(
+            num_prompt_tokens, params.max_tokens, self.max_model_len, pool_left
+        )
 
     def _new_id(self) -> str:
         ids = (f"request-{number}" for number in self._ids)

@@ -1,12 +1,16 @@
 """Runs of a real engine under an eye that poisons whatever must not be read."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import pytest
 import torch
 
 from prefixkv.block import FREE
 from prefixkv.engine import Engine
+from prefixkv.outputs import BranchOutput, OutputDelta
 from prefixkv.request import Request
 from prefixkv.sampling_params import SamplingParams
 
@@ -84,3 +88,44 @@ def assert_idle(engine: Engine) -> None:
     assert engine.cache.usage == 0
     assert not engine.cache.sequences
     assert not engine.cache.pool.copies
+
+
+def steps(engine: Engine) -> Iterator[OutputDelta]:
+    """Step to the end, whatever is interrupted, over a pool whose unwritten slots are NaN."""
+    while engine.has_work:
+        poison(engine, float("nan"))
+        with contextlib.suppress(KeyboardInterrupt):
+            yield from engine.step()
+        engine.check_invariants()
+
+
+def outputs_of(engine: Engine, *requests: Request) -> list[list[BranchOutput]]:
+    """Run to the end; of each request its outputs by index. No request may fail."""
+    outputs = {r.request_id: [BranchOutput(i) for i in range(r.params.n)] for r in requests}
+    for delta in steps(engine):
+        assert delta.error is None
+        if delta.request_id in outputs:
+            outputs[delta.request_id][delta.index].add(delta)
+    assert_idle(engine)
+    return list(outputs.values())
+
+
+def interrupt(monkeypatch: pytest.MonkeyPatch, moment: int, *places: tuple[Any, str]) -> list[int]:
+    """Let one call be interrupted before it begins: that of `moment` among those of all places.
+
+    Returns a countdown; it is below 0 once that call has come.
+    """
+    countdown = [moment]
+
+    def wrap(call: Any) -> Any:
+        def interrupted(*args: Any, **kwargs: Any) -> Any:
+            countdown[0] -= 1
+            if countdown[0] == -1:
+                raise KeyboardInterrupt
+            return call(*args, **kwargs)
+
+        return interrupted
+
+    for owner, name in places:
+        monkeypatch.setattr(owner, name, wrap(getattr(owner, name)))
+    return countdown

@@ -5,13 +5,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from engine_runs import assert_idle, greedy, poison
+from engine_runs import assert_idle, greedy, interrupt, outputs_of
 from tiny_models import tiny_engine, tiny_model
 
-from prefixkv.engine import Engine
 from prefixkv.errors import InvalidRequest, RequestTooLarge
 from prefixkv.outputs import BranchOutput
-from prefixkv.request import Request
 from prefixkv.sampling_params import SamplingParams
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17]
@@ -67,20 +65,6 @@ def beams(width: int, **options: Any) -> SamplingParams:
     return SamplingParams(**{**fields, **options})
 
 
-def search(engine: Engine, *requests: Request) -> list[list[BranchOutput]]:
-    """Run to the end over a pool whose unwritten slots are NaN."""
-    outputs = {r.request_id: [BranchOutput(i) for i in range(r.params.n)] for r in requests}
-    while engine.has_work:
-        poison(engine, float("nan"))
-        for delta in engine.step():
-            assert delta.error is None
-            if delta.request_id in outputs:
-                outputs[delta.request_id][delta.index].add(delta)
-        engine.check_invariants()
-    assert_idle(engine)
-    return [outputs[request.request_id] for request in requests]
-
-
 def assert_equal(outputs: list[BranchOutput], expected: Beams) -> None:
     assert [output.token_ids for output in outputs] == expected.token_ids
     assert [output.score for output in outputs] == pytest.approx(expected.scores, abs=1e-4)
@@ -105,7 +89,7 @@ def test_beams_are_those_of_transformers(
     engine.kv_cache.fill(float("nan"))
     for cached in (0, len(PROMPT) - 1):
         request = engine.add(PROMPT, params)
-        assert_equal(search(engine, request)[0], expected)
+        assert_equal(outputs_of(engine, request)[0], expected)
         assert request.usage.num_cached_tokens == cached
 
     request = engine.add(PROMPT, params)
@@ -115,7 +99,7 @@ def test_beams_are_those_of_transformers(
     engine.check_invariants()
     mixed = engine.add([*PROMPT[:7], 3, 4], beams(3))
     others = [engine.add(PROMPT[:i], greedy(6)) for i in (4, 9)]
-    assert_equal(search(engine, request, mixed, *others)[0], expected)
+    assert_equal(outputs_of(engine, request, mixed, *others)[0], expected)
     assert request.usage.num_preemptions == 1
 
 
@@ -125,7 +109,7 @@ def test_a_search_computes_each_beams_tokens_once(width: int, length: int) -> No
     """P + w(T - 1) tokens; a copy a beam and step at most, a fork where a beam goes on twice."""
     engine = tiny_engine(model(), num_blocks=200)
     request = engine.add(PROMPT[:length], beams(width))
-    search(engine, request)
+    outputs_of(engine, request)
     usage = request.usage
     assert usage.num_computed_tokens == engine.num_computed_tokens == length + width * (T - 1)
     assert usage.num_completion_tokens == width * T
@@ -149,7 +133,7 @@ def test_beams_hold_no_tokens_of_their_own() -> None:
 def test_pruned_beams_are_the_first_to_be_evicted() -> None:
     """Nobody will ask for them; what was cached before stays longer."""
     engine = tiny_engine(model(), num_blocks=200)
-    search(engine, engine.add(PROMPT, beams(8)))
+    outputs_of(engine, engine.add(PROMPT, beams(8)))
     priorities = [block.priority for block in engine.cache.pool.order]
     assert priorities == sorted(priorities)
     assert priorities[0] == -1
@@ -171,7 +155,7 @@ def test_searches_wait_for_each_other_where_the_pool_holds_one() -> None:
     """Room is promised to the end of a search: none is preempted for another."""
     engine = tiny_engine(model(), num_blocks=1 + 3 + 4 * 4)
     requests = [engine.add(PROMPT, beams(4)) for _ in range(3)]
-    for outputs in search(engine, *requests):
+    for outputs in outputs_of(engine, *requests):
         assert_equal(outputs, reference(4, 1.0, False, ()))
     assert engine.scheduler.num_preemptions == 0
 
@@ -217,31 +201,12 @@ def test_an_interrupted_search_begins_anew(monkeypatch: pytest.MonkeyPatch, mome
     """Who goes on from whom is never half done."""
     engine = tiny_engine(model(), num_blocks=200)
     request = engine.add(PROMPT, beams(4))
-    countdown = [moment]
-
-    def wrap(call: Any) -> Any:
-        def interrupted(*args: Any, **kwargs: Any) -> Any:
-            countdown[0] -= 1
-            if countdown[0] == -1:
-                raise KeyboardInterrupt
-            return call(*args, **kwargs)
-
-        return interrupted
-
     scheduler = engine.scheduler
-    for owner, name in [
+    interrupt(
+        monkeypatch, moment,
         (scheduler, "branch_out"), (scheduler, "committed"), (scheduler, "_stop_running"),
         (engine.model, "forward"),
-    ]:  # fmt: skip
-        monkeypatch.setattr(owner, name, wrap(getattr(owner, name)))
-    outputs = [BranchOutput(index) for index in range(4)]
-    while engine.has_work:
-        try:
-            deltas = engine.step()
-        except KeyboardInterrupt:
-            deltas = []
-        engine.check_invariants()
-        for delta in deltas:
-            outputs[delta.index].add(delta)
+    )  # fmt: skip
+    (outputs,) = outputs_of(engine, request)
     assert_equal(outputs, reference(4, 1.0, False, ()))
     assert not request.branches

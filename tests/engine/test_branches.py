@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_runs import assert_idle, poison
+from engine_runs import assert_idle, interrupt, outputs_of
 from tiny_models import reference_output, tiny_engine, tiny_model
 
 from prefixkv.engine import Engine
@@ -31,17 +31,9 @@ def samples(n: int, **options: Any) -> SamplingParams:
 
 
 def finish(engine: Engine, *requests: Request) -> dict[str, list[BranchOutput]]:
-    """Run to the end over a pool whose unwritten slots are NaN; outputs by request, by index."""
-    outputs = {r.request_id: [BranchOutput(i) for i in range(r.params.n)] for r in requests}
-    while engine.has_work:
-        poison(engine, float("nan"))
-        for delta in engine.step():
-            assert delta.error is None
-            if delta.request_id in outputs:
-                outputs[delta.request_id][delta.index].add(delta)
-        engine.check_invariants()
-    assert_idle(engine)
-    return outputs
+    """Run to the end; outputs by request, by index."""
+    ids = [request.request_id for request in requests]
+    return dict(zip(ids, outputs_of(engine, *requests), strict=True))
 
 
 def ids(outputs: list[BranchOutput]) -> list[list[int]]:
@@ -206,31 +198,12 @@ def test_an_interrupt_at_any_moment_loses_no_branch(
     """Also between two forks: the step is taken back, and the next one does the rest."""
     engine = tiny_engine(model)
     request = engine.add(PROMPT, samples(3))
-    countdown = [moment]
-
-    def wrap(call: Any) -> Any:
-        def interrupted(*args: Any, **kwargs: Any) -> Any:
-            countdown[0] -= 1
-            if countdown[0] == -1:
-                raise KeyboardInterrupt
-            return call(*args, **kwargs)
-
-        return interrupted
-
-    for owner, name in [
+    interrupt(
+        monkeypatch, moment,
         (engine.scheduler, "fork"), (engine.scheduler, "committed"), (engine.model, "forward"),
         (engine._sampler, "sample"),
-    ]:  # fmt: skip
-        monkeypatch.setattr(owner, name, wrap(getattr(owner, name)))
-    outputs = [BranchOutput(index) for index in range(3)]
-    while engine.has_work:
-        try:
-            deltas = engine.step()
-        except KeyboardInterrupt:
-            deltas = []
-        engine.check_invariants()
-        for delta in deltas:
-            outputs[delta.index].add(delta)
+    )  # fmt: skip
+    (outputs,) = outputs_of(engine, request)
     assert ids(outputs) == [alone(model, PROMPT, index) for index in range(3)]
     assert request.usage.num_completion_tokens == 3 * T
 

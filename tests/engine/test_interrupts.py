@@ -1,15 +1,12 @@
 """An interrupt (Ctrl-C) anywhere in a step: no token is lost, repeated, or taken for computed."""
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from engine_runs import assert_idle, greedy, poison
+from engine_runs import assert_idle, greedy, interrupt, outputs_of, steps
 from tiny_models import reference_output, tiny_engine, tiny_model
 
 from prefixkv.beam_search import BeamSearch
-from prefixkv.engine import Engine
 from prefixkv.llm import LLM
 from prefixkv.output_stream import OutputStream
 from prefixkv.outputs import BranchOutput
@@ -30,30 +27,6 @@ def model() -> Any:
     return tiny_model()
 
 
-def interrupt(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, moment: int) -> list[int]:
-    """Let the given call of a function be interrupted before it begins; counts down."""
-    countdown = [moment]
-    call = getattr(owner, name)
-
-    def interrupted(*args: Any, **kwargs: Any) -> Any:
-        countdown[0] -= 1
-        if countdown[0] == -1:
-            raise KeyboardInterrupt
-        return call(*args, **kwargs)
-
-    monkeypatch.setattr(owner, name, interrupted)
-    return countdown
-
-
-def steps(engine: Engine) -> Iterator[Any]:
-    """Step to the end, whatever is interrupted, over a pool whose unwritten slots are NaN."""
-    while engine.has_work:
-        poison(engine, float("nan"))
-        with contextlib.suppress(KeyboardInterrupt):
-            yield from engine.step()
-        engine.check_invariants()
-
-
 @pytest.mark.parametrize("moment", [0, 1, 2, 4, 7])
 @pytest.mark.parametrize(("owner", "name"), PLACES)
 def test_every_answer_is_whole_and_is_found_again(
@@ -63,21 +36,13 @@ def test_every_answer_is_whole_and_is_found_again(
     prompts = [[5 + i // 2, 6, 7, 8, 9, 10, 11, 12, 13 + i // 2] for i in range(6)]
     engine = tiny_engine(model, num_blocks=9, max_prefill_chunk=4, max_num_batched_tokens=12)
     with monkeypatch.context() as patch:
-        interrupt(patch, owner, name, moment)
+        interrupt(patch, moment, (owner, name))
         for _ in range(2):
             params = SamplingParams(temperature=0, max_tokens=T, n=2)
             requests = [engine.add(prompt, params) for prompt in prompts]
-            outputs = {
-                (request.request_id, i): BranchOutput(i) for request in requests for i in range(2)
-            }
-            for delta in steps(engine):
-                assert delta.error is None
-                outputs[delta.request_id, delta.index].add(delta)
-            for request, prompt in zip(requests, prompts, strict=True):
-                for i in range(2):
-                    output = outputs[request.request_id, i]
-                    assert output.token_ids == reference_output(model, prompt, T)
-            assert_idle(engine)
+            for outputs, prompt in zip(outputs_of(engine, *requests), prompts, strict=True):
+                expected = reference_output(model, prompt, T)
+                assert [output.token_ids for output in outputs] == [expected] * 2
 
 
 def test_what_an_interrupted_schedule_wrote_is_not_taken_for_computed(
@@ -91,7 +56,7 @@ def test_what_an_interrupted_schedule_wrote_is_not_taken_for_computed(
     second = engine.add([40, 41, 42], greedy(3))
     told: dict[str, list[int]] = {first.request_id: [], second.request_id: []}
     with monkeypatch.context() as patch:
-        countdown = interrupt(patch, PrefixCache, "match", 0)
+        countdown = interrupt(patch, 0, (PrefixCache, "match"))
         for delta in steps(engine):
             told[delta.request_id] += delta.token_ids
         assert countdown[0] < 0
@@ -111,7 +76,7 @@ def test_an_open_stream_survives_another_calls_interrupt(
     stream = llm.stream([5, 6, 7], greedy(2))
     tokens = [*next(stream).token_ids]
     with monkeypatch.context() as patch:
-        interrupt(patch, OutputStream, "push", 1)
+        interrupt(patch, 1, (OutputStream, "push"))
         with pytest.raises(KeyboardInterrupt):
             llm.generate([[8, 9]], greedy(2))
     for delta in stream:
@@ -140,7 +105,7 @@ def test_a_search_is_told_once(
         engine = tiny_engine(model)
         with monkeypatch.context() as patch:
             if is_interrupted:
-                interrupt(patch, owner, name, moment)
+                interrupt(patch, moment, (owner, name))
             request = engine.add([5, 6, 7], SEARCH)
             deltas = list(steps(engine))
         found.append([(delta.index, delta.token_ids, delta.text) for delta in deltas])
@@ -164,7 +129,7 @@ def test_an_error_is_told_once(
     engine.add([5, 6, 7], params)
     told = [*engine.step()]
     with monkeypatch.context() as patch:
-        interrupt(patch, Scheduler, "finish_branch", moment)
+        interrupt(patch, moment, (Scheduler, "finish_branch"))
         patch.setattr(engine.model, "forward", fail)
         told += steps(engine)
     assert [delta.error for delta in told if delta.error] == ["RuntimeError: planted"]
@@ -203,7 +168,7 @@ def test_a_fork_that_waits_for_a_place_is_not_forked_twice(
     engine.add([5, 6, 7], params)
     outputs = [BranchOutput(index) for index in range(4)]
     with monkeypatch.context() as patch:
-        interrupt(patch, Scheduler, "fork", moment)
+        interrupt(patch, moment, (Scheduler, "fork"))
         for delta in steps(engine):
             outputs[delta.index].add(delta)
     assert [output.token_ids for output in outputs] == [reference_output(model, [5, 6, 7], T)] * 4
@@ -220,7 +185,7 @@ def test_a_token_taken_back_finds_room_in_a_pool_that_its_request_fills(
     prompt = [3, 4, 3, 3, 3, 3, 4, 6, 6, 6]
     engine = tiny_engine(model, num_blocks=5, block_size=2, max_num_batched_tokens=2)
     with monkeypatch.context() as patch:
-        countdown = interrupt(patch, owner, name, 0)
+        countdown = interrupt(patch, 0, (owner, name))
         request = engine.add(prompt, SamplingParams(temperature=0, max_tokens=1, n=n))
         told = list(steps(engine))
         assert countdown[0] < 0
