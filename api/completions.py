@@ -5,9 +5,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from prefixkv.api.body import parse_object
+from prefixkv.api.echo import Echo, make_echo
 from prefixkv.api.endpoint import Job, Shape, answer, read_job
 from prefixkv.api.logprobs import CompletionLogprobs
-from prefixkv.api.prompts import token_prompts
+from prefixkv.api.prompts import as_list, token_prompts
 from prefixkv.api.responses import completion_body
 from prefixkv.api.schemas import CompletionRequest, parse_request
 from prefixkv.api.service import COMPLETION_MAX_TOKENS, Service
@@ -49,4 +50,11 @@ def completion_job(service: Service, raw: bytes) -> Job:
         vocab_size=service.engine.vocab_size,
         add_special_tokens=request.add_special_tokens is not False,
     )
-    return Job(prompts, params, request, model)
+    echoes: list[Echo] = []
+    if request.echo:
+        given = as_list(request.prompt)
+        echoes = [
+            make_echo(prompt, ids, service.engine.tokenizer)
+            for prompt, ids in zip(given, prompts, strict=True)
+        ]
+    return Job(prompts, params, request, model, echoes, request.is_only_echo)

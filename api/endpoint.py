@@ -11,9 +11,10 @@ from starlette.responses import Response
 
 from prefixkv.api.body import read_body
 from prefixkv.api.disconnect import unless_disconnected
+from prefixkv.api.echo import Echo, echoed
 from prefixkv.api.engine_interface import Tokenizer
 from prefixkv.api.generation import Deltas, IndexedDelta, collect, generate
-from prefixkv.api.logprobs import LogprobsBody
+from prefixkv.api.logprobs import LogprobsBody, prompt_logprobs_body
 from prefixkv.api.request_id import request_id_of
 from prefixkv.api.responses import Envelope, json_response
 from prefixkv.api.schemas import GenerationRequest
@@ -37,6 +38,24 @@ class Shape:
     logprobs: Callable[[Tokenizer], LogprobsBody]
 
 
+def _add_prompt_logprobs(
+    body: dict[str, Any], completions: Sequence[Completion], job: "Job", tokenizer: Tokenizer
+) -> None:
+    """Put them where vLLM has them: in each choice of a completion, or beside those of a chat."""
+    num_top = job.request.prompt_logprobs
+    if num_top is None:
+        return
+    told = [
+        prompt_logprobs_body(completion.prompt_logprobs or (), num_top, tokenizer)
+        for completion in completions
+    ]
+    if body["object"] == "chat.completion":
+        body["prompt_logprobs"] = told[0]
+        return
+    for choice in body["choices"]:
+        choice["prompt_logprobs"] = told[choice["index"] // job.params.n]
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """A request that was checked and tokenised."""
@@ -45,6 +64,8 @@ class Job:
     params: SamplingParams
     request: GenerationRequest
     model: str
+    echoes: Sequence[Echo] = ()
+    is_only_echo: bool = False
 
 
 async def read_job(
@@ -75,10 +96,14 @@ async def answer(service: Service, http_request: Request, job: Job, shape: Shape
     envelope = Envelope(f"{shape.id_prefix}-{request_id.value}", job.model)
     logprobs = partial(shape.logprobs, service.engine.tokenizer)
     deltas = generate(service.engine, job.prompts, job.params, job.request, envelope.id)
+    if job.echoes:
+        deltas = echoed(deltas, job.echoes, is_all=job.is_only_echo)
     if not job.request.stream:
         work = collect(deltas, len(job.prompts), job.params.n)
         completions = await unless_disconnected(http_request.receive, work)
-        return json_response(shape.body(envelope, completions, logprobs))
+        body = shape.body(envelope, completions, logprobs)
+        _add_prompt_logprobs(body, completions, job, service.engine.tokenizer)
+        return json_response(body)
     first = await unless_disconnected(http_request.receive, _first(deltas))
     told = Told(
         shape.chunks(envelope, logprobs),

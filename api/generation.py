@@ -56,7 +56,7 @@ async def collect(deltas: Deltas, num_prompts: int, num_outputs: int = 1) -> lis
             completion = completions[index]
             completion.request_id = delta.request_id
             completion.usage = delta.usage
-            completion.outputs[delta.index].add(delta)
+            completion.add(delta)
     return completions
 
 

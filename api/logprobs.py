@@ -1,11 +1,12 @@
 """Log-probabilities in the two shapes of OpenAI: of completions and of chats."""
 
 import codecs
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from prefixkv.api.engine_interface import Tokenizer
-from prefixkv.outputs import TokenLogprobs
+from prefixkv.outputs import PromptLogprob, TokenLogprobs
 
 LEAST = -9999.0
 """What OpenAI's types document for a token that is very unlikely."""
@@ -33,11 +34,15 @@ class CompletionLogprobs:
 
     def __call__(self, entries: Iterable[TokenLogprobs]) -> dict[str, Any]:
         """Return the lists for the next tokens."""
-        tokens, logprobs, tops, offsets = [], [], [], []
+        tokens: list[str] = []
+        logprobs: list[float | None] = []
+        tops: list[dict[str, float] | None] = []
+        offsets: list[int] = []
         for entry in entries:
+            is_known = not math.isnan(entry.logprob)  # as it is not of a prompt's first token
             tokens.append(self._name(entry.token_id))
-            logprobs.append(max(entry.logprob, LEAST))
-            tops.append(self._top(entry))
+            logprobs.append(max(entry.logprob, LEAST) if is_known else None)
+            tops.append(self._top(entry) if is_known else None)
             offsets.append(self._offset)
             self._advance(entry.token_id)
         return {
@@ -61,6 +66,28 @@ class CompletionLogprobs:
     def _advance(self, token_id: int) -> None:
         if token_id not in self._tokenizer.special_token_ids:
             self._offset += len(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
+
+
+def prompt_logprobs_body(
+    values: Sequence[PromptLogprob], num_top: int, tokenizer: Tokenizer
+) -> list[dict[str, Any] | None]:
+    """Return vLLM's `prompt_logprobs`: by token id, of the token itself and of the likeliest."""
+    return [_by_token(value, num_top, tokenizer) for value in values]
+
+
+def _by_token(value: PromptLogprob, num_top: int, tokenizer: Tokenizer) -> dict[str, Any] | None:
+    if value is None:
+        return None
+    ranked = [(value.token_id, value.logprob, value.rank)]
+    ranked += [(*pair, rank) for rank, pair in enumerate(value.top[:num_top], start=1)]
+    return {
+        str(token_id): {
+            "logprob": max(logprob, LEAST),
+            "rank": rank,
+            "decoded_token": tokenizer.token_bytes(token_id).decode("utf-8", "replace"),
+        }
+        for token_id, logprob, rank in reversed(ranked)  # of a token that is both, its own rank
+    }
 
 
 class ChatLogprobs:

@@ -19,7 +19,7 @@ def token_prompts(
     Raises:
         InvalidRequest: another shape, nothing to continue, or an id outside the vocabulary.
     """
-    prompts = _as_list(prompt)
+    prompts = as_list(prompt)
     if len(prompts) > MAX_PROMPTS:
         raise InvalidRequest(
             f"prompt has {len(prompts)} prompts; one request may have {MAX_PROMPTS}.", "prompt"
@@ -50,7 +50,8 @@ def require_token_ids(ids: Sequence[Any], param: str, vocab_size: int) -> None:
             )
 
 
-def _as_list(prompt: Any) -> list[Any]:
+def as_list(prompt: Any) -> list[Any]:
+    """Return the prompts of a request, one or several; raises InvalidRequest on other shapes."""
     if prompt is None:
         raise InvalidRequest("prompt is missing.", "prompt")
     if isinstance(prompt, str):

@@ -94,6 +94,7 @@ class GenerationRequest(BaseModel):
     cache_salt: CacheSalt | None = None
     priority: Int | None = None
     request_id: str | None = None
+    prompt_logprobs: NumLogprobs | None = None
 
     @property
     def includes_usage(self) -> bool:
@@ -105,6 +106,11 @@ class GenerationRequest(BaseModel):
         """Likeliest tokens to tell of at each position; None to tell of no log-probability."""
         return None
 
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The same for the prompt."""
+        return self.prompt_logprobs
+
     def check(self) -> None:
         """Raise InvalidRequest if fields contradict each other."""
         if self.stream_options is not None and not self.stream:
@@ -113,6 +119,12 @@ class GenerationRequest(BaseModel):
         if self.best_of is not None and self.best_of < n:
             raise InvalidRequest(
                 f"best_of is {self.best_of}; it must be at least n, which is {n}.", "best_of"
+            )
+        if self.stream and self.prompt_logprobs is not None:
+            raise InvalidRequest(
+                "stream is true with prompt_logprobs, which no chunk has; with echo and logprobs "
+                "a stream has them.",
+                "prompt_logprobs",
             )
         if self.stream and self.use_beam_search:
             raise InvalidRequest(
@@ -132,12 +144,34 @@ class CompletionRequest(GenerationRequest):
 
     prompt: Any = None
     add_special_tokens: bool | None = None
+    max_tokens: Annotated[int, BeforeValidator(_whole), Field(ge=0, le=MAX_INT)] | None = None
     logprobs: Annotated[NumLogprobs | None, BeforeValidator(_unless_false)] = None
+    echo: bool | None = None
 
     @property
     def num_logprobs(self) -> int | None:
         """Likeliest tokens to tell of besides the chosen one."""
         return self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """Likeliest tokens to tell of in the prompt; an echo has what the output has."""
+        if not self.echo or self.logprobs is None:
+            return self.prompt_logprobs
+        return max(self.logprobs, self.prompt_logprobs or 0)
+
+    @property
+    def is_only_echo(self) -> bool:
+        """Whether nothing is wanted behind the prompt."""
+        return self.max_tokens == 0 and not self.max_completion_tokens
+
+    def check(self) -> None:
+        """Raise InvalidRequest if fields contradict each other."""
+        super().check()
+        if self.is_only_echo and not self.echo:
+            raise InvalidRequest(
+                "max_tokens is 0; without echo it must be at least 1.", "max_tokens"
+            )
 
 
 class ChatCompletionRequest(GenerationRequest):

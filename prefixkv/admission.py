@@ -78,6 +78,7 @@ def refuse_beside_beams(params: SamplingParams, vocab_size: int) -> None:
         "min_tokens": params.min_tokens > 0,
         "stop": bool(params.stop),
         "logprobs": params.logprobs is not None,
+        "prompt_logprobs": params.prompt_logprobs is not None,
     }
     for name, is_set in unlike.items():
         if is_set:

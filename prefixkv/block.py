@@ -16,9 +16,11 @@ here, and the queued copies that read it. A chain is kept alive by its last bloc
 """
 
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from sortedcontainers import SortedDict
+
+from prefixkv.outputs import PromptLogprob
 
 FREE: Final = 0
 PRIVATE: Final = 1
@@ -34,6 +36,20 @@ Children: TypeAlias = "Block | dict[bytes, Siblings] | None"
 """Published children: almost always none or one, kept inline; else by their first token."""
 
 
+class BlockLogprobs(NamedTuple):
+    """Log-probabilities of tokens in a block (`prompt_logprobs`).
+
+    Attributes:
+        tokens: packed; the first of the block's.
+        values: one each; None for the first token of a prompt.
+        num_top: how many of the likeliest tokens each tells of.
+    """
+
+    tokens: bytes
+    values: tuple[PromptLogprob, ...]
+    num_top: int
+
+
 class Block:
     """One physical block of the pool; see the module's text for its states.
 
@@ -45,11 +61,12 @@ class Block:
         digest: of the whole chain; None unless FULL (or a root).
         last_use: logical time of the last release, for the eviction order.
         priority: 0, or lower for what should be evicted first.
+        logprobs: of its tokens, where a request asked for them (`prompt_logprobs`).
     """
 
     __slots__ = (
-        "block_id", "children", "depth", "digest", "last_use", "parent", "priority", "refs",
-        "state", "tokens",
+        "block_id", "children", "depth", "digest", "last_use", "logprobs", "parent", "priority",
+        "refs", "state", "tokens",
     )  # fmt: skip
 
     def __init__(self, block_id: int) -> None:
@@ -63,10 +80,22 @@ class Block:
         self.last_use = 0
         self.priority = 0
         self.children: Children = None
+        self.logprobs: BlockLogprobs | None = None
 
     def __repr__(self) -> str:
         state = STATE_NAMES[self.state]
         return f"<Block {self.block_id} {state} depth={self.depth} refs={self.refs}>"
+
+    def learn(self, logprobs: BlockLogprobs | None) -> None:
+        """Keep log-probabilities of its tokens, unless those that it has say as much."""
+        kept = self.logprobs
+        if logprobs is None or (
+            kept is not None
+            and kept.num_top >= logprobs.num_top
+            and kept.tokens.startswith(logprobs.tokens)
+        ):
+            return
+        self.logprobs = logprobs
 
 
 class Root(Block):

@@ -20,15 +20,18 @@ class SchedulerConfig:
         max_prefill_chunk: prompt tokens of one request in one step, at most; None leaves it to the
             budget. A short chunk keeps the streams of other requests smooth.
         max_num_waiting: requests that may wait; None means any number.
+        max_num_scored_tokens: tokens of a step, at most, of requests that want log-probabilities of
+            their prompt: each takes a row of logits.
     """
 
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     max_prefill_chunk: int | None = None
     max_num_waiting: int | None = None
+    max_num_scored_tokens: int = 512
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_num_scored_tokens"):
             require_positive(name, getattr(self, name))
         for name in ("max_prefill_chunk", "max_num_waiting"):
             if getattr(self, name) is not None:

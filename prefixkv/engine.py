@@ -9,7 +9,7 @@ import logging
 import random
 from collections import Counter
 from dataclasses import asdict, replace
-from typing import Final, Literal, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from prefixkv.errors import (
     ModelError,
 )
 from prefixkv.hashing import Tokens, pack_tokens
+from prefixkv.held_branch import HeldBranch
 from prefixkv.identity import ModelIdentity
 from prefixkv.kernels.backend import AttentionBackend, BackendName, get_backend
 from prefixkv.kv_cache import KVCache
@@ -37,21 +38,18 @@ from prefixkv.logits_rules import compile_rules
 from prefixkv.model import LanguageModel, ModelFacts
 from prefixkv.outputs import OutputDelta
 from prefixkv.prefix_cache import PrefixCache
+from prefixkv.prompt_logprobs import keep
 from prefixkv.request import Branch, Request
 from prefixkv.request_output import RequestOutput
-from prefixkv.sampling import Sampled, Sampler, SamplingRow
+from prefixkv.sampling import Sampled, Sampler
 from prefixkv.sampling_params import MAX_SEED, SamplingParams
 from prefixkv.scheduler import ScheduledBranch, Scheduler
 from prefixkv.sizing import cache_shape, choose_num_blocks, describe
 from prefixkv.step_inputs import StepInputs, build_inputs
+from prefixkv.step_results import StepResult, read_logits
 from prefixkv.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
-
-NOT_FINITE: Final = "not finite"
-
-StepResult = list[Sampled] | torch.Tensor | Literal["not finite"] | None
-"""Of one branch: the tokens drawn, the logits for a beam search, or why there are none."""
 
 
 class Engine:
@@ -139,25 +137,35 @@ class Engine:
         request_id: str | None = None,
         cache_salt: str | None = None,
         priority: int = 0,
+        after: HeldBranch | None = None,
+        keep: bool = False,
     ) -> Request:
         """Queue a request; its deltas come from later steps.
 
         Args:
-            prompt: token ids.
+            prompt: token ids; with `after`, those that follow it, perhaps none.
             cache_salt: only requests with the same salt share KV.
             priority: lower goes first.
+            after: a held branch to go on from, salt included.
+            keep: hold each branch when it ends, in `held` of the request.
 
         Raises:
             InvalidRequest: if the prompt is empty, holds ids out of the vocabulary, or is too long.
             QueueFull: if too many requests wait.
         """
         packed = pack_tokens(prompt)
+        identity = self._identity_for(cache_salt)
+        if after is not None:
+            after.refuse_if_released()
+            if cache_salt is not None and identity != after.identity:
+                raise InvalidRequest("cache_salt differs from that of the branch", "cache_salt")
+            packed, identity = after.tokens.tobytes() + packed, after.identity
+        if keep and params.is_ranked:
+            raise InvalidRequest("keep cannot be combined with best_of or beams", "keep")
         facts = self.model.facts
         check_token_ids(packed, facts.vocab_size)
         if params.use_beam_search:
             refuse_beside_beams(params, facts.vocab_size)
-        if params.prompt_logprobs is not None:
-            raise InvalidRequest("prompt_logprobs is not supported yet", "prompt_logprobs")
         rules = compile_rules(
             params,
             self.tokenizer,
@@ -168,12 +176,14 @@ class Engine:
             request_id if request_id is not None else self._new_id(),
             packed,
             params,
-            self._identity_for(cache_salt),
+            identity,
             number=next(self._numbers),
             max_tokens=self._max_tokens(params, len(packed) // 4),
             seed=params.seed if params.seed is not None else self._seeds.randint(0, MAX_SEED),
             priority=priority,
             rules=rules,
+            origin=after,
+            keeps=keep,
         )
         if request.request_id in self._outputs:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
@@ -211,6 +221,29 @@ class Engine:
         self.scheduler.finish(output.request)
         del self._outputs[request_id]  # last: an interrupted end can be run again
         return True
+
+    def fork(self, source: Request | HeldBranch, index: int = 0) -> HeldBranch:
+        """Hold what a branch has so far, to go on from it with `add(..., after=...)`.
+
+        Shares every block and copies nothing. A request that runs goes on by itself.
+
+        Args:
+            source: a held branch, or a request: one that runs, or was added with `keep`.
+            index: of the branch in the request.
+
+        Raises:
+            InvalidRequest: if it has no such branch, was released, or is a beam search.
+        """
+        if isinstance(source, HeldBranch):
+            return source.fork()
+        if index in source.held:
+            return source.held[index].fork()
+        if source.in_lockstep:
+            raise InvalidRequest("beams cannot be forked; they have no fixed past", "source")
+        for branch in source.branches if source.request_id in self._outputs else []:
+            if branch.index == index:
+                return self.scheduler.hold(branch)
+        raise InvalidRequest(f"{source} neither runs nor keeps branch {index}", "index")
 
     def abort_all(self) -> None:
         """End all requests without another delta."""
@@ -261,15 +294,15 @@ class Engine:
         sick = {
             item.branch.request: "the model computed values that are not finite"
             for item, result in zip(batch, results, strict=True)
-            if result is NOT_FINITE
+            if not result.is_finite
         }
         well = [
             (item, result)
             for item, result in zip(batch, results, strict=True)
             if item.branch.request not in sick
         ]
-        for item, _ in well:
-            self._commit(item)
+        for item, result in well:
+            self._commit(item, result)
         self._fail_all(sick)
         for item, result in well:
             self._deliver(item.branch, result)
@@ -292,13 +325,10 @@ class Engine:
                 self.scheduler.finish_branch(branch)
         for output in list(self._outputs.values()):
             self._end_what_is_over(output)
+        self.scheduler.release_unowned()
 
     def _compute(self, batch: list[ScheduledBranch]) -> list[StepResult]:
-        """Return for each branch its next tokens, or its logits if a beam search wants them.
-
-        None if it has not reached its last token; NOT_FINITE if K, V or its logits are not finite.
-        A branch that others are to be forked from gets the first tokens of all of them.
-        """
+        """Run the copies and the model; changes no books."""
         inputs = build_inputs(batch, self.cache.block_size, self.model.facts.windows)
         copies = self.cache.pending_copies
         self.kv_cache.copy_blocks(
@@ -314,64 +344,26 @@ class Engine:
         self.num_computed_tokens += len(inputs.token_ids)
         assert attention.finite_rows is not None
         healthy = _all_by_branch(attention.finite_rows, inputs)
-        return self._choose(batch, healthy, logits)
+        return read_logits(batch, healthy, logits, self._sampler, self._missing_branches)
 
-    def _choose(
-        self, batch: list[ScheduledBranch], healthy: list[bool], logits: torch.Tensor
-    ) -> list[StepResult]:
-        """Draw from the rows of `logits` that are drawn from, all at once."""
-        finite = torch.isfinite(logits).all(dim=-1).tolist()
-        results: list[StepResult] = [None if ok else NOT_FINITE for ok in healthy]
-        drawn: dict[int, list[Sampled]] = {}  # by place in `batch`
-        rows: list[SamplingRow] = []
-        sources: list[tuple[int, int]] = []  # of each of `rows`: row of `logits`, place in `batch`
-        sampling = [place for place, item in enumerate(batch) if item.samples]
-        for row, place in enumerate(sampling):
-            branch = batch[place].branch
-            if not healthy[place] or not finite[row]:
-                results[place] = NOT_FINITE
-            elif branch.request.in_lockstep:
-                results[place] = logits[row]
-            else:
-                results[place] = drawn[place] = []
-                wanted = self._sampling_rows(branch)
-                rows += wanted
-                sources += [(row, place)] * len(wanted)
-        sampled = self._sampler.sample(logits[[row for row, _ in sources]], rows)
-        for (_, place), token in zip(sources, sampled, strict=True):
-            drawn[place].append(token)
-        return results
-
-    def _sampling_rows(self, branch: Branch) -> list[SamplingRow]:
-        """One draw; or, where the prompt ends, one for each branch that goes on from there."""
-        request = branch.request
-        return [
-            SamplingRow(
-                request.params,
-                request.seed,
-                index,
-                branch.num_tokens,
-                rules=request.rules,
-                tokens=branch.tokens,
-                num_prompt_tokens=request.num_prompt_tokens,
-                wants_logprob=request.params.is_ranked,
-            )
-            for index in (*self._missing_branches(branch), branch.index)
-        ]
-
-    def _commit(self, item: ScheduledBranch) -> None:
-        item.sequence.commit()
-        item.branch.request.usage.num_computed_tokens += item.num_tokens
+    def _commit(self, item: ScheduledBranch, result: StepResult) -> None:
+        request, sequence = item.branch.request, item.sequence
+        known = request.prompt_logprobs
+        known += result.prompt_logprobs
+        sequence.commit()
+        if known and item.start < request.num_prompt_tokens:
+            keep(sequence, item.start, request.prompt, known, request.num_top_prompt_logprobs)
+        request.usage.num_computed_tokens += item.num_tokens
         self.scheduler.committed(item.branch)
 
     def _deliver(self, branch: Branch, result: StepResult) -> None:
         """Give a branch its token; fork the others of its request first, where the prompt ends."""
-        if not isinstance(result, list):
+        if not result.sampled:
             return
         # the first one last: until it has its token, an interrupted step can be run again
         missing = self._missing_branches(branch)
         branches = [*(self.scheduler.fork(branch, index) for index in missing), branch]
-        for each, sampled in zip(branches, result, strict=True):
+        for each, sampled in zip(branches, result.sampled, strict=True):
             if each.request.request_id in self._outputs:  # a sibling may have failed just now
                 self._append(each, sampled)
 
@@ -401,6 +393,8 @@ class Engine:
         request = output.request
         for branch in list(request.branches):
             if output.closing is not None or branch.index in output.over:
+                if request.keeps and output.closing is None and branch.index not in request.held:
+                    request.held[branch.index] = self.scheduler.hold(branch)
                 self.scheduler.finish_branch(branch)
         if not request.branches:
             if output.closing is None and request.params.is_ranked:
@@ -419,9 +413,9 @@ class Engine:
     def _advance_searches(self, results: list[tuple[ScheduledBranch, StepResult]]) -> None:
         """Let each beam search choose who goes on, from the logits of all its beams."""
         rows: dict[Request, list[torch.Tensor]] = {}
-        for item, row in results:
-            if isinstance(row, torch.Tensor):
-                rows.setdefault(item.branch.request, []).append(row)
+        for item, result in results:
+            if result.row is not None:
+                rows.setdefault(item.branch.request, []).append(result.row)
         for request, logits in rows.items():
             output = self._outputs[request.request_id]
             search = output.search
@@ -455,7 +449,8 @@ class Engine:
     # -- the cache -------------------------------------------------------------------------------
 
     def reset_prefix_cache(self) -> None:
-        """Forget all that is cached; running requests go on."""
+        """Forget all that is cached or held; running requests go on."""
+        self.scheduler.held.give_all_up()
         self.cache.reset()
 
     def weights_changed(self) -> None:
@@ -463,8 +458,12 @@ class Engine:
 
         Running requests go on from the tokens they have, recomputed under the new weights.
         """
+        self.scheduler.held.give_all_up()
         self.cache.weights_changed()
         self.scheduler.preempt_all()
+        for output in self._outputs.values():
+            if not output.begun:
+                output.request.forget_prompt_logprobs()
 
     def stats(self) -> dict[str, int | float]:
         """Counts for monitoring; O(blocks)."""
@@ -472,6 +471,7 @@ class Engine:
         return {
             "num_requests_running": len(self.scheduler.running),
             "num_requests_waiting": self.scheduler.num_waiting,
+            "num_branches_held": len(self.scheduler.held),
             "num_preemptions": self.scheduler.num_preemptions,
             "num_prompt_tokens": self.scheduler.num_prompt_tokens,
             "num_cached_tokens": self.scheduler.num_cached_tokens,

@@ -149,6 +149,7 @@ def _check_free(cache: PrefixCache) -> None:
         if block.state == FREE:
             bare = not block.tokens and block.parent is None and block.children is None
             _require(bare, 7, "free blocks", "{} still has tokens, a parent or children", block)
+            _require(block.logprobs is None, 7, "free blocks", "{} has log-probabilities", block)
     for copy in cache.pool.copies.values():
         live = copy.source.state != FREE and copy.target.state == PRIVATE
         _require(live, 7, "free blocks", "a copy from {} to {} is queued", copy.source, copy.target)

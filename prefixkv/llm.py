@@ -72,7 +72,7 @@ class LLM:
             with _progress(len(batch), shown=use_tqdm) as advance:
                 for completion in completions:
                     for delta in self._deltas(completion.request_id, len(completion.outputs)):
-                        completion.outputs[delta.index].add(delta)
+                        completion.add(delta)
                     advance()
         finally:
             for completion in completions:

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from prefixkv import attention_interface, gguf_model, model_probe, weights
 from prefixkv.attention_interface import AttentionStep
 from prefixkv.errors import ModelError
+from prefixkv.packed_linear import pack_linears
 from prefixkv.tokenizer import Tokenizer
 
 _DTYPES = {
@@ -98,6 +99,8 @@ class LanguageModel:
     ) -> "LanguageModel":
         """Load a model by name, folder, GGUF file or hub id.
 
+        On a CPU the weights of its linear layers are packed for speed: to replace them, load again.
+
         Args:
             spec: see `prefixkv.weights.resolve`.
             dtype: of weights and KV; "auto" takes that of the files (float32 for GGUF).
@@ -117,6 +120,7 @@ class LanguageModel:
             hf_model = _load_folder(files, wanted)
             tokenizer = Tokenizer.from_folder(files.path)
         hf_model = hf_model.to(device).eval()  # type: ignore[arg-type] # its stub knows no device
+        pack_linears(hf_model)
         return cls(hf_model, tokenizer, weights.fingerprint(files))
 
     @classmethod

@@ -42,6 +42,10 @@ class TokenLogprobs(NamedTuple):
     top: tuple[tuple[int, float], ...] = ()
 
 
+PromptLogprob = TokenLogprobs | None
+"""Of a token of the prompt; the first one has none."""
+
+
 @dataclass(frozen=True, slots=True)
 class OutputDelta:
     """What one step added to a request.
@@ -52,7 +56,8 @@ class OutputDelta:
     branch has a `finish_reason`. With "error", `error` says why, and the whole request is over.
     `stop_reason` is the stop string or stop token id that ended it, None for an end token.
     `logprobs` is parallel to `token_ids`, None unless the request asked for it. `score` is what a
-    beam or a sample of `best_of` was ranked by, on its last delta.
+    beam or a sample of `best_of` was ranked by, on its last delta. `prompt_logprobs` comes with the
+    first delta of a request that asked for them, one value for each token of the prompt.
     """
 
     request_id: str
@@ -65,6 +70,7 @@ class OutputDelta:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     index: int = 0
     score: float | None = None
+    prompt_logprobs: tuple[PromptLogprob, ...] | None = None
 
 
 @dataclass(slots=True)
@@ -103,6 +109,13 @@ class Completion:
     usage: Usage
     outputs: list[BranchOutput]
     prompt_token_ids: list[int] = field(default_factory=list, repr=False)
+    prompt_logprobs: list[PromptLogprob] | None = field(default=None, repr=False)
+
+    def add(self, delta: OutputDelta) -> None:
+        """Append a delta of the request."""
+        self.outputs[delta.index].add(delta)
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs = list(delta.prompt_logprobs)
 
     @property
     def text(self) -> str:

@@ -171,6 +171,7 @@ class BlockPool:
             block.parent = None
             block.state = FREE
             block.priority = 0
+            block.logprobs = None
             if parent.refs == 1:
                 parent.refs = 0
                 above = parent
@@ -196,6 +197,7 @@ class BlockPool:
     def _free_private(self, block: Block) -> None:
         block.tokens = b""
         block.parent = None
+        block.logprobs = None
         block.state = FREE
         self.free.append(block)
 

@@ -193,8 +193,9 @@ class PrefixCache:
         parent = block.parent
         assert parent is not None
         child, shared = longest_common_child(parent, block.tokens)
-        if child is not None and shared == len(block.tokens):
-            return  # it is a beginning of a published sibling
+        if child is not None and shared == len(block.tokens):  # a beginning of a published sibling
+            child.learn(block.logprobs)
+            return
         block.state = TAIL
         add_child(parent, block)
         self.pool.version += 1

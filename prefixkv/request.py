@@ -4,9 +4,10 @@ from array import array
 
 from prefixkv.block import Block
 from prefixkv.hashing import Tokens, pack_tokens
+from prefixkv.held_branch import HeldBranch
 from prefixkv.identity import ModelIdentity
 from prefixkv.logits_rules import LogitsRules
-from prefixkv.outputs import Usage
+from prefixkv.outputs import PromptLogprob, Usage
 from prefixkv.sampling_params import SamplingParams
 from prefixkv.sequence import Sequence
 
@@ -23,9 +24,14 @@ class Request:
         admission: order of the first admission; None until then.
         seed: of its draws; fixed at submission.
         max_tokens: output tokens of a branch at most; resolved at submission.
+        origin: a held branch that its prompt begins with; None if there is none.
+        keeps: whether its branches are held when they end.
+        held: those that ended, by index, if it `keeps` them.
         rules: what its parameters ask of logits; the same for all that is generated for it.
         branches: those that wait or run, by index.
         num_blocks_held: distinct blocks that its branches held at the last step that took any.
+        prompt_logprobs: those of the first tokens of the prompt, as far as they are known; empty
+            unless they were asked for.
     """
 
     def __init__(
@@ -40,6 +46,8 @@ class Request:
         seed: int = 0,
         priority: int = 0,
         rules: LogitsRules | None = None,
+        origin: HeldBranch | None = None,
+        keeps: bool = False,
     ) -> None:
         self.request_id = request_id
         self.prompt = array("i", pack_tokens(prompt))
@@ -50,10 +58,15 @@ class Request:
         self.seed = seed
         self.priority = priority
         self.rules = rules
+        self.origin = origin
+        self.keeps = keeps
+        self.held: dict[int, HeldBranch] = {}
         self.admission: int | None = None
         self.usage = Usage(num_prompt_tokens=len(self.prompt))
         self.branches: list[Branch] = []
         self.num_blocks_held = 0
+        self.prompt_logprobs: list[PromptLogprob] = []
+        self.forget_prompt_logprobs()
         self.restart()
 
     def __repr__(self) -> str:
@@ -63,6 +76,26 @@ class Request:
     def num_prompt_tokens(self) -> int:
         """Tokens of the prompt."""
         return len(self.prompt)
+
+    @property
+    def is_scoring(self) -> bool:
+        """Whether log-probabilities of its prompt are still to be computed."""
+        return 0 < len(self.prompt_logprobs) < len(self.prompt)
+
+    @property
+    def num_top_prompt_logprobs(self) -> int:
+        """Likeliest tokens to tell of at each position of the prompt."""
+        return self.params.prompt_logprobs or 0
+
+    def num_scored_for(self, other: "Request") -> int:
+        """Tokens at the beginning of its prompt whose log-probabilities will do for `other`."""
+        if not self.prompt_logprobs or self.num_top_prompt_logprobs < other.num_top_prompt_logprobs:
+            return 0
+        return len(self.prompt)
+
+    def forget_prompt_logprobs(self) -> None:
+        """Begin anew with the log-probabilities of the prompt; the first token has none."""
+        self.prompt_logprobs = [None] if self.params.prompt_logprobs is not None else []
 
     @property
     def in_lockstep(self) -> bool:

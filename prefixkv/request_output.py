@@ -2,11 +2,12 @@
 
 from collections.abc import Collection, Sequence
 from copy import copy
+from dataclasses import replace
 
 from prefixkv.beam_search import BeamSearch, Hypothesis
 from prefixkv.detokenizer import TokenDecoder
 from prefixkv.output_stream import OutputStream
-from prefixkv.outputs import BranchOutput, OutputDelta, TokenLogprobs
+from prefixkv.outputs import BranchOutput, OutputDelta, PromptLogprob, TokenLogprobs
 from prefixkv.request import Branch, Request
 
 
@@ -46,6 +47,8 @@ class RequestOutput:
         stream = self._streams.get(branch.index) or self._stream(branch)
         stream.branch = branch
         delta = stream.push(token_id, logprobs)
+        if not self._streams:
+            delta = replace(delta, prompt_logprobs=self._prompt_logprobs())
         self._streams[branch.index] = stream  # not before, as the first token may be taken back
         if delta.finish_reason is not None:
             self.over.add(branch.index)
@@ -111,7 +114,11 @@ class RequestOutput:
             logprobs=tuple(output.logprobs) if output.logprobs is not None else None,
             index=index,
             score=score,
+            prompt_logprobs=self._prompt_logprobs() if index == 0 else None,
         )
+
+    def _prompt_logprobs(self) -> tuple[PromptLogprob, ...] | None:
+        return tuple(self.request.prompt_logprobs) or None
 
     def fail(self, error: str) -> OutputDelta:
         """End the request because its step failed."""

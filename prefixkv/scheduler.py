@@ -20,7 +20,9 @@ from sortedcontainers import SortedKeyList
 from prefixkv.block import common_beginning
 from prefixkv.config import SchedulerConfig
 from prefixkv.errors import InvariantViolation, QueueFull, RequestTooLarge
+from prefixkv.held_branch import HeldBranch, HeldBranches
 from prefixkv.prefix_cache import PrefixCache
+from prefixkv.prompt_logprobs import recall
 from prefixkv.request import Branch, Request
 from prefixkv.sequence import Sequence
 
@@ -39,6 +41,14 @@ class ScheduledBranch:
         """Whether the step reaches the branch's last token, so that the next one is drawn."""
         return self.start + self.num_tokens == self.branch.num_tokens
 
+    @property
+    def num_logits(self) -> int:
+        """How many of its last tokens have their logits wanted: for the draw, and for scoring."""
+        request, end = self.branch.request, self.start + self.num_tokens
+        if request.is_scoring:  # the value of a token comes from the one before it
+            return max(0, min(self.num_tokens, end + 1 - len(request.prompt_logprobs)))
+        return int(self.samples)
+
 
 @dataclass(slots=True)
 class Batch:
@@ -46,10 +56,12 @@ class Batch:
 
     Attributes:
         budget: what is left of its tokens.
+        scored: what is left of its tokens for requests that want log-probabilities of their prompt.
         grown: requests that took blocks.
     """
 
     budget: int
+    scored: int
     items: dict[Branch, ScheduledBranch] = field(default_factory=dict)
     grown: set[Request] = field(default_factory=set)
 
@@ -67,13 +79,23 @@ class Batch:
         usage.num_copies += stats.num_copies - copies
         usage.num_slots_copied += stats.num_slots_copied - slots
         self.items[branch] = ScheduledBranch(branch, sequence, start, num_tokens)
-        self.budget -= num_tokens
+        self._spend(branch, num_tokens)
 
     def remove(self, branch: Branch) -> None:
         """Take a branch out again, if it is in; the caller takes its sequence away."""
         item = self.items.pop(branch, None)
         if item is not None:
-            self.budget += item.num_tokens
+            self._spend(branch, -item.num_tokens)
+
+    def _spend(self, branch: Branch, num_tokens: int) -> None:
+        self.budget -= num_tokens
+        if branch.request.is_scoring:
+            self.scored -= num_tokens
+
+    def chunk(self, branch: Branch) -> int:
+        """How many of its pending tokens a branch can have; 0 if none."""
+        left = min(self.budget, self.scored) if branch.request.is_scoring else self.budget
+        return min(branch.num_pending_tokens, left)
 
 
 class Scheduler:
@@ -83,6 +105,7 @@ class Scheduler:
         waiting: the queue, by (priority, arrival, index).
         running: branches that hold a sequence, by the first admission of their request.
         num_prompt_tokens, num_cached_tokens: of all requests admitted so far, each counted once.
+        held: branches that neither wait nor run; they give way to those that do.
         twins: who waits for a running branch, with the number of tokens it must have computed.
     """
 
@@ -92,6 +115,7 @@ class Scheduler:
         self.waiting: SortedKeyList[Branch] = SortedKeyList(key=lambda b: b.queue_rank)
         self.running: SortedKeyList[Branch] = SortedKeyList(key=lambda b: b.running_rank)
         self.twins: dict[Branch, list[tuple[int, Branch]]] = {}
+        self.held = HeldBranches()
         self.num_admissions = 0
         self.num_preemptions = 0
         self.num_prompt_tokens = 0
@@ -140,6 +164,11 @@ class Scheduler:
         """End a request, wherever its branches are; what it published stays findable."""
         for branch in list(request.branches):
             self.finish_branch(branch)
+
+    def hold(self, branch: Branch) -> HeldBranch:
+        """Hold a fork of a branch: all its tokens, and the blocks of those that are computed."""
+        sequence = branch.sequence.fork() if branch.sequence is not None else None
+        return self.held.hold(branch.request.identity, branch.tokens[:], sequence)
 
     def finish_branch(self, branch: Branch, *, cold: bool = False) -> None:
         """End one branch; with `cold`, what becomes idle by it is the first to be evicted."""
@@ -223,7 +252,6 @@ class Scheduler:
         self.waiting.clear()
         self.twins.clear()
         requests = {branch.request for branch in branches}
-        held = set()
         for request in requests:
             runs = [branch.sequence in self.cache.sequences for branch in request.branches]
             if request.admission is None or (request.in_lockstep and not all(runs)):
@@ -232,12 +260,16 @@ class Scheduler:
             for branch, does_run in zip(request.branches, runs, strict=True):
                 if does_run and branch.sequence is not None:
                     branch.sequence.discard()
-                    held.add(branch.sequence)
                     self.running.add(branch)
                 else:
                     branch.sequence = None
                     self.waiting.add(branch)
-        for sequence in self.cache.sequences - held:
+        self.release_unowned()
+
+    def release_unowned(self) -> None:
+        """Release the sequences that an interrupt left with nobody."""
+        owned = {branch.sequence for branch in self.running} | self.held.sequences()
+        for sequence in self.cache.sequences - owned:
             sequence.release()
 
     def committed(self, branch: Branch) -> None:
@@ -287,15 +319,15 @@ class Scheduler:
 
         The caller computes, then either commits each sequence and calls `committed`, or discards.
         """
-        batch = Batch(self.config.max_num_batched_tokens)
+        batch = Batch(self.config.max_num_batched_tokens, self.config.max_num_scored_tokens)
         preempted_before = self.num_preemptions
         for unit in self._decoding_first():
             if batch.budget < len(unit):
                 break
             if unit[0].sequence is None:
                 continue  # preempted a moment ago, for one that comes before it
-            num_tokens = self._chunk(unit[0].num_pending_tokens, batch.budget)
-            if self._make_room(unit, num_tokens, batch):
+            num_tokens = self._chunk(unit[0], batch)
+            if num_tokens and self._make_room(unit, num_tokens, batch):
                 for branch in unit:
                     batch.add(branch, num_tokens)
         if self.num_preemptions == preempted_before:
@@ -314,15 +346,17 @@ class Scheduler:
             return [branch]
         return [other for other in branch.request.branches if other.sequence is not None]
 
-    def _chunk(self, num_pending: int, budget: int) -> int:
-        limit = self.config.max_prefill_chunk
-        return min(num_pending, budget, limit if limit is not None else budget)
+    def _chunk(self, branch: Branch, batch: Batch) -> int:
+        limit, left = self.config.max_prefill_chunk, batch.chunk(branch)
+        return left if limit is None else min(left, limit)
 
     def _make_room(self, unit: list[Branch], num_tokens: int, batch: Batch) -> bool:
         """Reserve for who steps together, preempting others; False if they gave way themselves."""
         while True:
             if self._reserve(unit, num_tokens):
                 return True
+            if self.held.give_way():
+                continue
             others = [b for b in self.running if _unit_key(b) is not _unit_key(self.running[0])]
             if not others:
                 # It ends inside a published block (a token that was taken back, or a partial hit
@@ -372,7 +406,9 @@ class Scheduler:
             branch = self.waiting[0]
             if branch.not_before == self.cache.pool.version:
                 return
-            sequence = Sequence.open(self.cache, branch.request.identity, branch.tokens)
+            if branch.request.is_scoring and not batch.scored:
+                return
+            sequence = self._open(branch)
             leader = self._find_leader(branch, sequence)
             if leader is not None:
                 sequence.release()
@@ -381,13 +417,35 @@ class Scheduler:
                 continue
             if not self._reserve_all(branch, sequence, promised):
                 sequence.release()
+                if self.held.give_way():
+                    continue
                 branch.not_before = self.cache.pool.version
                 return
             del self.waiting[0]
             self._start(branch, sequence)
-            batch.add(branch, self._chunk(branch.num_pending_tokens, batch.budget))
+            batch.add(branch, self._chunk(branch, batch))
             promised += self._promised_to(branch)
             places -= _places_of(branch)
+
+    def _open(self, branch: Branch) -> Sequence:
+        """Begin with what is cached, or held by the branch that it goes on from.
+
+        While its prompt is scored, that ends before the first missing value.
+        """
+        request, origin = branch.request, branch.request.origin
+        sequence = Sequence.open(self.cache, request.identity, branch.tokens)
+        if origin is not None and origin.num_computed_tokens > sequence.num_tokens:
+            assert origin.sequence is not None
+            sequence.release()
+            sequence = origin.sequence.fork()
+            sequence.rollback(min(sequence.num_tokens, branch.num_tokens - 1))
+            self.held.used(origin)
+        if request.is_scoring:
+            known = request.prompt_logprobs
+            recall(sequence, request.prompt, known, request.num_top_prompt_logprobs)
+            if request.is_scoring:
+                sequence.rollback(min(sequence.num_tokens, len(known) - 1))
+        return sequence
 
     def _promised_to(self, branch: Branch) -> int:
         """Blocks that a running branch still takes: for its prompt, or for a search to its end."""
@@ -444,6 +502,8 @@ class Scheduler:
                 continue
             packed = packed or branch.tokens.tobytes()
             shared = common_beginning(packed, other.tokens.tobytes()) // 4
+            if branch.request.is_scoring:
+                shared = min(shared, other.request.num_scored_for(branch.request))
             target = shared // block_size * block_size
             gain = min(target, branch.num_tokens - 1) - found
             worth = gain > 0 and target > other.sequence.num_computed_tokens
@@ -460,10 +520,11 @@ class Scheduler:
     def check_invariants(self) -> None:
         """Check the cache's books, and that exactly the running branches hold sequences."""
         self.cache.check_invariants()
-        held = {branch.sequence for branch in self.running}
-        if held != self.cache.sequences:
+        running = {branch.sequence for branch in self.running}
+        if running | self.held.sequences() != self.cache.sequences:
             raise InvariantViolation(
-                f"scheduler: {len(held)} branches run, {len(self.cache.sequences)} sequences live"
+                f"scheduler: {len(running)} branches run, {len(self.held)} are held, "
+                f"{len(self.cache.sequences)} sequences live"
             )
 
 

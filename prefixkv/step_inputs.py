@@ -19,7 +19,7 @@ class StepInputs:
         token_ids, positions, slots: int64 [num_tokens].
         row_ends: int64 [num_branches]; branch i has the rows before row_ends[i], from
             row_ends[i - 1] on.
-        logits_rows: int64 [num_samples], rows whose logits are wanted, in the order of the batch.
+        logits_rows: int64 [num_logits], rows whose logits are wanted, in the order of the batch.
         plans: what attention reads, one plan a distinct window.
     """
 
@@ -51,7 +51,9 @@ def build_inputs(
         context_lens.append(end)
     row_ends = np.cumsum(query_lens)
     logits_rows = [
-        end - 1 for end, item in zip(row_ends.tolist(), batch, strict=True) if item.samples
+        row
+        for end, item in zip(row_ends.tolist(), batch, strict=True)
+        for row in range(end - item.num_logits, end)
     ]
     return StepInputs(
         token_ids=torch.from_numpy(np.concatenate(token_ids)),

@@ -352,7 +352,7 @@ def test_a_budget_given_back_by_a_preemption_is_used_again() -> None:
     for i in range(3):
         executor.add([i, 1, 1], 4)
     executor.step()
-    batch = Batch(budget=10)
+    batch = Batch(budget=10, scored=10)
     first = executor.scheduler.running[0]
     first.sequence.reserve(1)
     batch.add(first, 1)
