@@ -5,11 +5,19 @@ import json
 import string
 from collections.abc import AsyncIterator, Mapping, Sequence
 from copy import copy
+from dataclasses import replace
 from typing import Any
 
 from prefixkv.admission import refuse_beside_beams
 from prefixkv.errors import ContextLengthExceeded, EngineStopped, InvalidRequest
-from prefixkv.outputs import BranchOutput, FinishReason, OutputDelta, TokenLogprobs, Usage
+from prefixkv.outputs import (
+    BranchOutput,
+    FinishReason,
+    OutputDelta,
+    PromptLogprob,
+    TokenLogprobs,
+    Usage,
+)
 from prefixkv.sampling_params import SamplingParams
 
 ALPHABET = string.ascii_lowercase
@@ -153,6 +161,7 @@ class FakeEngine:
         self.calls.append(call | {"cache_salt": cache_salt, "priority": priority})
         usage = Usage(num_prompt_tokens=len(prompt), num_cached_tokens=num_cached)
         answers = [Answer(i, self.script, num_tokens, params) for i in range(params.num_branches)]
+        scores = _prompt_logprobs(prompt, params.prompt_logprobs)
         self.num_active += 1
         is_finished = False
         try:
@@ -166,10 +175,12 @@ class FakeEngine:
                     delta = answer.delta(step, usage, request_id or "", self.num_hidden_steps)
                     is_finished = all(answer.is_over for answer in answers)
                     if not params.is_ranked:
-                        yield delta
+                        yield replace(delta, prompt_logprobs=scores)
+                        scores = None
             if params.is_ranked:
                 for index, answer in enumerate(answers[::-1][: params.n]):
-                    yield answer.whole(index, usage, request_id or "")
+                    whole = answer.whole(index, usage, request_id or "")
+                    yield whole if index else replace(whole, prompt_logprobs=scores)
         finally:
             self.num_active -= 1
             self.num_aborts += not is_finished
@@ -193,6 +204,15 @@ def _logprobs(token_id: int, num_top: int | None) -> tuple[TokenLogprobs, ...] |
         return None
     top = tuple((ord("A") + i, -0.25 * (i + 1)) for i in range(num_top))
     return (TokenLogprobs(token_id, -6.5, 27, top),)
+
+
+def _prompt_logprobs(
+    prompt: Sequence[int], num_top: int | None
+) -> tuple[PromptLogprob, ...] | None:
+    """Say of each token of the prompt what is said of those of the output."""
+    if num_top is None:
+        return None
+    return (None, *(entry for i in prompt[1:] for entry in _logprobs(i, num_top) or ()))
 
 
 def _text(content: Any) -> str:

@@ -164,10 +164,10 @@ def test_a_wrong_prompt_is_refused(client: httpx.Client, prompt: Any) -> None:
     ("url", "fields"),
     [
         *((url, fields) for url in (COMPLETIONS, CHATS) for fields in (
-            {"echo": True}, {"suffix": "x"},
+            {"suffix": "x"},
             {"response_format": {"type": "json_object"}}, {"structured_outputs": {"regex": "a"}},
-            {"prompt_logprobs": 0},
         )),
+        (CHATS, {"echo": True}),
         (CHATS, {"tools": []}),
         (CHATS, {"tools": [{"type": "function", "function": {"name": "f"}}]}),
         (CHATS, {"tool_choice": "auto"}),

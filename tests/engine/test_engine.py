@@ -400,10 +400,13 @@ def test_a_prompt_as_large_as_the_pool_is_served_again(model: Any) -> None:
 def test_stats_move(model: Any) -> None:
     """Every count that is shown is counted."""
     engine = tiny_engine(model, num_blocks=8)
-    engine.add(PROMPT, greedy(4))
+    request = engine.add(PROMPT, greedy(4))
     engine.add(PROMPT, greedy(4))
     engine.step()
+    held = engine.fork(request)
     during = engine.stats()
+    held.release()
+    assert during["num_branches_held"] == 1
     assert during["num_requests_running"] + during["num_requests_waiting"] == 2
     assert during["kv_cache_usage"] > 0
     run(engine)
@@ -412,7 +415,8 @@ def test_stats_move(model: Any) -> None:
     stats = engine.stats()
     still = {name for name, value in stats.items() if not value}
     assert still <= {
-        "num_requests_running", "num_requests_waiting", "num_free_blocks", "kv_cache_usage",
+        "num_requests_running", "num_requests_waiting", "num_branches_held", "num_free_blocks",
+        "kv_cache_usage",
         "num_collisions", "num_deduplicated", "num_takeovers", "num_forks", "num_preemptions",
     }  # fmt: skip
 

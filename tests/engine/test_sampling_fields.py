@@ -168,9 +168,7 @@ def test_rules_that_leave_nothing_are_refused_or_end_the_request(model: Any) -> 
     assert generated(engine, allowed_token_ids=(HASH,)).text == "#" * NUM_TOKENS
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"logit_bias": {259: 1.0}}, {"allowed_token_ids": (3, 10**6)}, {"prompt_logprobs": 1}]
-)
+@pytest.mark.parametrize("wrong", [{"logit_bias": {259: 1.0}}, {"allowed_token_ids": (3, 10**6)}])
 def test_what_this_model_cannot_do_is_refused(model: Any, wrong: dict[str, Any]) -> None:
     """Ids out of its vocabulary; and nothing is queued then."""
     engine = tiny_engine(model)
