@@ -13,6 +13,7 @@ help:
 	@echo "make serve      install, fetch the default model, serve it on $(HOST):$(PORT)"
 	@echo "make test       install, run the whole test suite"
 	@echo "make check      formatting, lint, types (strict), import layers"
+	@echo "make beams      beams of the default model against transformers, the whole matrix; takes long"
 	@echo "make coverage   branch coverage of the pure-Python core, at least 98 %"
 	@echo "make mutation   mutants of that core that no test kills; takes long"
 	@echo "make bench      the bookkeeping benchmark; TRACE=conversation_trace.jsonl"
@@ -43,6 +44,9 @@ MACHINE := tests/proof/test_engine_machine.py
 test: install
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --ignore=$(MACHINE)
 	OMP_NUM_THREADS=1 $(BIN)/pytest $(MACHINE)
+
+beams: install
+	PREFIXKV_BEAMS=all $(BIN)/pytest tests/engine/test_default_beams.py
 
 check: install
 	$(BIN)/ruff format --check .

@@ -131,7 +131,7 @@ def main() -> None:
     parser.add_argument("--vllm", metavar="PYTHON")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--kinds", nargs="+", default=["samples", "beams"])
+    parser.add_argument("--only", nargs="+", metavar="KIND,N,P", help="for instance beams,8,519")
     options = parser.parse_args()
     folder = default_model.fetch()
     config = {"model": str(folder), "num_blocks": 1024, "block_size": BLOCK_SIZE}
@@ -140,7 +140,7 @@ def main() -> None:
     other = OtherEngine(options.vllm, folder) if options.vllm else None
     rows: list[dict[str, Any]] = []
     for kind, n, length in CASES:
-        if kind not in options.kinds:
+        if options.only and f"{kind},{n},{length}" not in options.only:
             continue
         rounds = [shared(ours, kind, n, length) for _ in range(options.rounds + 1)][1:]
         row: dict[str, Any] = {"kind": kind, "n": n, "P": length, "ours": best(rounds)._asdict()}
