@@ -30,7 +30,7 @@ class Clock:
     def __init__(self, engine: Engine) -> None:
         self._forward = engine.model.forward
         self.seconds = 0.0
-        engine.model.forward = self._timed  # type: ignore[method-assign]
+        engine.model.forward = self._timed  # type: ignore[assignment,method-assign]
 
     def _timed(self, *args: Any) -> torch.Tensor:
         began = thread_time()

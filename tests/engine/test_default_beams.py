@@ -44,9 +44,8 @@ MATRIX = [Case(w, p, s, e) for w in (2, 4, 8) for p in PENALTIES for s in STOPPI
 
 @cache
 def reference_model() -> Any:
-    return hf.AutoModelForCausalLM.from_pretrained(
-        default_model.fetch(), dtype=torch.float64
-    ).eval()
+    load: Any = hf.AutoModelForCausalLM.from_pretrained  # untyped
+    return load(default_model.fetch(), dtype=torch.float64).eval()
 
 
 @cache
