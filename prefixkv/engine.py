@@ -59,6 +59,7 @@ class Engine:
         max_model_len: prompt and output tokens of one request, at most.
         num_steps: steps run so far, failed ones included.
         num_computed_tokens: tokens that went through the model.
+        num_completion_tokens: tokens drawn for requests that are over.
     """
 
     def __init__(self, model: LanguageModel, config: EngineConfig | None = None) -> None:
@@ -91,6 +92,7 @@ class Engine:
         self.scheduler = Scheduler(self.cache, config.scheduler_config())
         self.num_steps = 0
         self.num_computed_tokens = 0
+        self.num_completion_tokens = 0
         self._sampler = Sampler()
         self._outputs: dict[str, RequestOutput] = {}
         self._untold: list[OutputDelta] = []  # what an interrupted step has still to tell
@@ -219,7 +221,8 @@ class Engine:
         if output is None:
             return False
         self.scheduler.finish(output.request)
-        del self._outputs[request_id]  # last: an interrupted end can be run again
+        del self._outputs[request_id]  # not before: an interrupted end can be run again
+        self.num_completion_tokens += output.request.usage.num_completion_tokens
         return True
 
     def fork(self, source: Request | HeldBranch, index: int = 0) -> HeldBranch:
@@ -477,6 +480,7 @@ class Engine:
             "num_cached_tokens": self.scheduler.num_cached_tokens,
             "num_steps": self.num_steps,
             "num_computed_tokens": self.num_computed_tokens,
+            "num_completion_tokens": self.num_completion_tokens,
             "num_blocks": pool.num_usable,
             "num_free_blocks": len(pool.free),
             "num_evicted_blocks": pool.num_evicted,

@@ -15,6 +15,9 @@ from prefixkv.request import Request
 from prefixkv.sampling_params import SamplingParams
 
 
+MOST_STEPS = 1000
+
+
 @dataclass
 class Run:
     """What came out: ids by request, and the logits of every step."""
@@ -92,11 +95,14 @@ def assert_idle(engine: Engine) -> None:
 
 def steps(engine: Engine) -> Iterator[OutputDelta]:
     """Step to the end, whatever is interrupted, over a pool whose unwritten slots are NaN."""
-    while engine.has_work:
+    for _ in range(MOST_STEPS):
+        if not engine.has_work:
+            return
         poison(engine, float("nan"))
         with contextlib.suppress(KeyboardInterrupt):
             yield from engine.step()
         engine.check_invariants()
+    raise AssertionError(f"{MOST_STEPS} steps, and no end")
 
 
 def outputs_of(engine: Engine, *requests: Request) -> list[list[BranchOutput]]:
