@@ -16,8 +16,9 @@ from hypothesis.stateful import (
 
 from prefixkv.block import Block, Root
 from prefixkv.errors import RequestTooLarge
+from prefixkv.held_branch import HeldBranch
 from prefixkv.identity import ModelIdentity
-from prefixkv.request import Request
+from prefixkv.request import Branch, Request
 
 MAX_REQUESTS = 6
 TENANT = ModelIdentity(architecture="fake", salt="tenant")
@@ -30,6 +31,7 @@ SITUATIONS = [
     "NaN while others go on",
     "NaN in a chunk that samples nothing",
     "aborted waiting", "aborted as a twin", "aborted in its prompt", "aborted decoding",
+    "held", "held and cut", "gone on from what is held", "gave way", "released",
     "reset in flight", "weights changed in flight", "twins when all are preempted",
 ]  # fmt: skip
 tokens = st.lists(st.integers(0, 2), min_size=1, max_size=12)
@@ -53,6 +55,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_prefill_chunk=chunk,
         )  # fmt: skip
         self.alive: list[Request] = []
+        self.held: list[HeldBranch] = []
         self.past: list[list[int]] = [[0]]
         self.cancelled: set[tuple[str, int]] = set()
 
@@ -61,6 +64,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def has_requests(self) -> bool:
         return bool(self.alive)
+
+    def holds(self) -> bool:
+        return bool(self.held)
 
     # -- arrivals --------------------------------------------------------------------------------
 
@@ -101,16 +107,57 @@ class SchedulerMachine(RuleBasedStateMachine):
         identity: ModelIdentity = IDENTITY,
         priority: int = 0,
         n: int = 1,
+        origin: HeldBranch | None = None,
     ) -> None:
         cache = self.executor.cache
         fits = len(prompt) + max_tokens - 1 <= cache.pool.num_usable * cache.block_size
         try:
-            self.alive.append(self.executor.add(prompt, max_tokens, identity, priority, n))
+            request = self.executor.add(prompt, max_tokens, identity, priority, n, origin)
+            self.alive.append(request)
         except RequestTooLarge:
             seen["can never fit"] += 1
             assert not fits
         else:
             assert fits
+
+    # -- held branches ---------------------------------------------------------------------------
+
+    @precondition(lambda self: self.alive and len(self.held) < 3)
+    @rule(data=st.data())
+    def hold(self, data: st.DataObject) -> None:
+        """A fork of a branch that runs or waits, or of one that is held."""
+        branches = [b for r in self.alive for b in r.branches]
+        source: Branch | HeldBranch = data.draw(st.sampled_from([*branches, *self.held]))
+        if isinstance(source, HeldBranch):
+            held = source.fork()
+        else:
+            held = self.executor.scheduler.hold(source)
+        self.held.append(held)
+        seen["held"] += held.sequence is not None
+
+    @precondition(lambda self: self.held and self.has_place())
+    @rule(
+        data=st.data(), tail=st.lists(st.integers(0, 2), max_size=3), max_tokens=st.integers(1, 6)
+    )
+    def go_on(self, data: st.DataObject, tail: list[int], max_tokens: int) -> None:
+        held = data.draw(st.sampled_from(self.held))
+        seen["gone on from what is held"] += held.sequence is not None
+        self.submit([*held.tokens, *tail], max_tokens, held.identity, origin=held)
+
+    @precondition(holds)
+    @rule(data=st.data(), is_cut=st.booleans())
+    def cut_or_release(self, data: st.DataObject, is_cut: bool) -> None:
+        """Whoever goes on from it goes on all the same."""
+        held = data.draw(st.sampled_from(self.held))
+        seen["held and cut" if is_cut else "released"] += held.sequence is not None
+        if is_cut:
+            length = data.draw(st.integers(1, len(held.tokens)))
+            kept = held.tokens[:length]
+            held.rollback(length)
+            assert held.tokens == kept
+        else:
+            held.release()
+            self.held.remove(held)
 
     # -- steps; several rules for what matters most ----------------------------------------------
 
@@ -188,6 +235,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         scheduler, cache = self.executor.scheduler, self.executor.cache
         seen[f"{what} in flight"] += bool(scheduler.running)
         seen["twins when all are preempted"] += bool(scheduler.twins) and what != "reset"
+        if what != "preempt all":
+            scheduler.held.give_all_up()
         if what == "reset":
             cache.reset()
             return
@@ -251,15 +300,23 @@ class SchedulerMachine(RuleBasedStateMachine):
         for branch in everybody:
             output = branch.tokens[branch.request.num_prompt_tokens :].tolist()
             assert output == serial_output(branch.request.prompt, len(output), branch.index)
+        for held in self.held:
+            if held.sequence is not None:
+                assert held.num_computed_tokens <= len(held.tokens)
+                self.executor.check_content(held.sequence, held.tokens.tolist())
 
     def teardown(self) -> None:
         if not hasattr(self, "executor"):
             return
         executor, pool = self.executor, self.executor.cache.pool
         stats = executor.cache.stats
+        is_held = [held.sequence is not None for held in self.held]
         executor.run()
         self.bury()
         assert not self.alive
+        for held, was_held in zip(self.held, is_held, strict=True):
+            seen["gave way"] += was_held and held.sequence is None
+            held.release()
         seen["found in the cache"] += executor.scheduler.num_cached_tokens
         seen["part of a block found"] += executor.scheduler.num_cached_tokens % pool.block_size > 0
         seen["preempted"] += executor.scheduler.num_preemptions

@@ -14,7 +14,6 @@ from prefixkv.outputs import BranchOutput, OutputDelta
 from prefixkv.request import Request
 from prefixkv.sampling_params import SamplingParams
 
-
 MOST_STEPS = 1000
 
 

@@ -1,17 +1,20 @@
 """Runs a scheduler's steps over the fake KV, with a model that is a function of the tokens."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
+from collections.abc import Sequence as Listing
 from typing import Literal
 
 from fake_kv import FakeKV, content_identity
 
 from prefixkv.config import SchedulerConfig
 from prefixkv.hashing import DigestFunction, chain_digest
+from prefixkv.held_branch import HeldBranch
 from prefixkv.identity import ModelIdentity
 from prefixkv.prefix_cache import PrefixCache
 from prefixkv.request import Branch, Request
 from prefixkv.sampling_params import SamplingParams
 from prefixkv.scheduler import ScheduledBranch, Scheduler
+from prefixkv.sequence import Sequence
 
 IDENTITY = ModelIdentity(architecture="fake")
 VOCAB_SIZE = 3
@@ -19,7 +22,7 @@ VOCAB_SIZE = 3
 Fault = Literal["copies", "forward", "interrupt"]
 
 
-def next_token(tokens: Sequence[int], branch: int = 0) -> int:
+def next_token(tokens: Listing[int], branch: int = 0) -> int:
     """The fake model: a token that depends on all before it, and on the branch that draws it."""
     state = 7 + branch
     for token in tokens:
@@ -27,7 +30,7 @@ def next_token(tokens: Sequence[int], branch: int = 0) -> int:
     return state % VOCAB_SIZE
 
 
-def serial_output(prompt: Sequence[int], num_tokens: int, branch: int = 0) -> list[int]:
+def serial_output(prompt: Listing[int], num_tokens: int, branch: int = 0) -> list[int]:
     """What a branch gives when it runs alone without a cache."""
     tokens = list(prompt)
     for _ in range(num_tokens):
@@ -60,17 +63,18 @@ class FakeExecutor:
 
     def add(
         self,
-        prompt: Sequence[int],
+        prompt: Listing[int],
         max_tokens: int,
         identity: ModelIdentity = IDENTITY,
         priority: int = 0,
         n: int = 1,
+        origin: HeldBranch | None = None,
     ) -> Request:
-        """Queue a request."""
+        """Queue a request; a prompt that begins with what is held goes on from there."""
         params = SamplingParams(max_tokens=max_tokens, n=n)
         request = Request(
             str(self.num_requests), list(prompt), params, identity,
-            number=self.num_requests, max_tokens=max_tokens, priority=priority,
+            number=self.num_requests, max_tokens=max_tokens, priority=priority, origin=origin,
         )  # fmt: skip
         self.num_requests += 1
         self.scheduler.add(request)
@@ -135,9 +139,7 @@ class FakeExecutor:
             return
         tokens = branch.tokens.tolist()
         assert item.sequence.num_computed_tokens == len(tokens)
-        for position, content in enumerate(self.kv.read(item.sequence)):
-            expected = (content_identity(item.sequence.root), tuple(tokens[: position + 1]))
-            assert content == expected, f"{branch} reads {content} at {position}"
+        self.check_content(item.sequence, tokens)
         branches = [branch]
         if branch.index == branch.num_output_tokens == 0:
             there = {other.index for other in branch.request.branches}
@@ -145,6 +147,12 @@ class FakeExecutor:
             branches += [self.scheduler.fork(branch, index) for index in sorted(missing)]
         for each in branches:
             self._append(each, next_token(tokens, each.index))
+
+    def check_content(self, sequence: Sequence, tokens: list[int]) -> None:
+        """Every slot that the sequence reads was computed for a beginning of `tokens`."""
+        for position, content in enumerate(self.kv.read(sequence)):
+            expected = (content_identity(sequence.root), tuple(tokens[: position + 1]))
+            assert content == expected, f"{sequence} reads {content} at {position}"
 
     def _append(self, branch: Branch, token: int) -> None:
         request = branch.request
