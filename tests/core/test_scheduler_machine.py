@@ -126,8 +126,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def hold(self, data: st.DataObject) -> None:
         """A fork of a branch that runs or waits, or of one that is held."""
-        branches = [b for r in self.alive for b in r.branches]
-        source: Branch | HeldBranch = data.draw(st.sampled_from([*branches, *self.held]))
+        sources: list[Branch | HeldBranch] = [b for r in self.alive for b in r.branches]
+        source = data.draw(st.sampled_from([*sources, *self.held]))
         if isinstance(source, HeldBranch):
             held = source.fork()
         else:
