@@ -27,9 +27,12 @@ def make_echo(prompt: str | Sequence[int], token_ids: Sequence[int], tokenizer: 
     return Echo(spelled.decode("utf-8", "replace"), token_ids)
 
 
-async def echoed(deltas: Deltas, echoes: Sequence[Echo], *, is_all: bool) -> Deltas:
+async def echoed(
+    deltas: Deltas, echoes: Sequence[Echo], *, num_top: int | None, is_all: bool
+) -> Deltas:
     """Put each prompt before the first delta of each of its outputs.
 
+    `num_top` likeliest tokens are told of at each position, as in the output; None for no scores.
     With `is_all` (`max_tokens: 0`) the outputs are nothing but the echo: the engine draws a token,
     which is left out.
     """
@@ -38,7 +41,7 @@ async def echoed(deltas: Deltas, echoes: Sequence[Echo], *, is_all: bool) -> Del
     async with aclosing(deltas):
         async for prompt, delta in deltas:
             if prompt not in scores:  # the first delta of a request brings them
-                scores[prompt] = _scores(echoes[prompt], delta)
+                scores[prompt] = _scores(echoes[prompt], delta, num_top)
             if is_all:
                 delta = _without_output(delta)
             if (prompt, delta.index) not in told:
@@ -47,12 +50,14 @@ async def echoed(deltas: Deltas, echoes: Sequence[Echo], *, is_all: bool) -> Del
             yield prompt, delta
 
 
-def _scores(echo: Echo, delta: OutputDelta) -> tuple[TokenLogprobs, ...] | None:
-    if delta.prompt_logprobs is None:
+def _scores(
+    echo: Echo, delta: OutputDelta, num_top: int | None
+) -> tuple[TokenLogprobs, ...] | None:
+    if delta.prompt_logprobs is None or num_top is None:
         return None
     # the first token has no value
     return tuple(
-        value if value is not None else TokenLogprobs(token_id, math.nan, 0)
+        value._replace(top=value.top[:num_top]) if value else TokenLogprobs(token_id, math.nan, 0)
         for token_id, value in zip(echo.token_ids, delta.prompt_logprobs, strict=True)
     )
 

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -30,12 +29,15 @@ LONG_BODY_BYTES = 16_384
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How an endpoint dresses what the engine says."""
+    """How an endpoint dresses what the engine says.
+
+    `logprobs` makes the encoder of a choice, from the tokenizer and what is told before it.
+    """
 
     id_prefix: str
-    body: Callable[[Envelope, Sequence[Completion], Callable[[], LogprobsBody]], dict[str, Any]]
-    chunks: Callable[[Envelope, Callable[[], LogprobsBody]], Chunks]
-    logprobs: Callable[[Tokenizer], LogprobsBody]
+    body: Callable[[Envelope, Sequence[Completion], Callable[[int], LogprobsBody]], dict[str, Any]]
+    chunks: Callable[[Envelope, Callable[[int], LogprobsBody]], Chunks]
+    logprobs: Callable[[Tokenizer, str], LogprobsBody]
 
 
 def _add_prompt_logprobs(
@@ -94,10 +96,15 @@ async def answer(service: Service, http_request: Request, job: Job, shape: Shape
     request_id = request_id_of(http_request)
     request_id.adopt(job.request.request_id)
     envelope = Envelope(f"{shape.id_prefix}-{request_id.value}", job.model)
-    logprobs = partial(shape.logprobs, service.engine.tokenizer)
+
+    def logprobs(index: int) -> LogprobsBody:
+        echo = job.echoes[index // job.params.n].text if job.echoes else ""
+        return shape.logprobs(service.engine.tokenizer, echo)
+
     deltas = generate(service.engine, job.prompts, job.params, job.request, envelope.id)
     if job.echoes:
-        deltas = echoed(deltas, job.echoes, is_all=job.is_only_echo)
+        num_top = job.request.num_logprobs
+        deltas = echoed(deltas, job.echoes, num_top=num_top, is_all=job.is_only_echo)
     if not job.request.stream:
         work = collect(deltas, len(job.prompts), job.params.n)
         completions = await unless_disconnected(http_request.receive, work)

@@ -25,10 +25,15 @@ class CompletionLogprobs:
 
     `top_logprobs` holds the likeliest tokens and the chosen one. A token that is no whole
     character reads `bytes:\\xe2\\x80`, as at OpenAI: as U+FFFD many tokens would share one key.
+
+    Args:
+        echo: the prompt, if it is told before the completion. It may spell special tokens, and it
+            may lack the space that some tokenizers begin with.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, echo: str = "") -> None:
         self._tokenizer = tokenizer
+        self._echo = echo
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
 
@@ -64,8 +69,14 @@ class CompletionLogprobs:
         return _whole_text(data) or f"bytes:{_escaped(data)}" if data else ""
 
     def _advance(self, token_id: int) -> None:
-        if token_id not in self._tokenizer.special_token_ids:
-            self._offset += len(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
+        data = self._tokenizer.token_bytes(token_id)
+        if token_id in self._tokenizer.special_token_ids:
+            name = data.decode("utf-8", "replace")
+            self._offset += len(name) * self._echo.startswith(name, self._offset)
+            return
+        text = self._decoder.decode(data)
+        is_added = self._offset == 0 and self._echo and text[:1] == " " != self._echo[0]
+        self._offset += len(text) - bool(is_added)
 
 
 def prompt_logprobs_body(

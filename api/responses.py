@@ -65,25 +65,25 @@ def usage_body(usages: Iterable[Usage]) -> dict[str, Any]:
 
 
 def completion_body(
-    envelope: Envelope, completions: Sequence[Completion], logprobs: Callable[[], LogprobsBody]
+    envelope: Envelope, completions: Sequence[Completion], logprobs: Callable[[int], LogprobsBody]
 ) -> dict[str, Any]:
-    """Return the body of POST /v1/completions; `logprobs` makes an encoder for each choice."""
+    """Return the body of POST /v1/completions; `logprobs` makes the encoder of a choice."""
     choices = [
-        {"index": index, "text": output.text, **_ending(output, logprobs())}
+        {"index": index, "text": output.text, **_ending(output, logprobs(index))}
         for index, output in enumerate(_outputs(completions))
     ]
     return _body(envelope.head("text_completion"), choices, completions)
 
 
 def chat_body(
-    envelope: Envelope, completions: Sequence[Completion], logprobs: Callable[[], LogprobsBody]
+    envelope: Envelope, completions: Sequence[Completion], logprobs: Callable[[int], LogprobsBody]
 ) -> dict[str, Any]:
     """Return the body of POST /v1/chat/completions; `logprobs` as for completions."""
     choices = [
         {
             "index": index,
             "message": {"role": "assistant", "content": output.text, "refusal": None},
-            **_ending(output, logprobs()),
+            **_ending(output, logprobs(index)),
         }
         for index, output in enumerate(_outputs(completions))
     ]

@@ -1,9 +1,9 @@
 """Server-sent events: deltas as chunks, errors inside a stream, and its end."""
 
 from abc import ABC, abstractmethod
-from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
+from functools import cache
 from typing import ClassVar
 
 from starlette.requests import ClientDisconnect
@@ -24,13 +24,13 @@ class Chunks(ABC):
     """Encodes the chunks of one response; what they share is encoded once.
 
     Args:
-        logprobs: makes the encoder of the log-probabilities of one choice.
+        logprobs: makes the encoder of the log-probabilities of a choice, by its index.
     """
 
     object_: ClassVar[str]
 
-    def __init__(self, envelope: Envelope, logprobs: Callable[[], LogprobsBody]) -> None:
-        self._logprobs: defaultdict[int, LogprobsBody] = defaultdict(logprobs)
+    def __init__(self, envelope: Envelope, logprobs: Callable[[int], LogprobsBody]) -> None:
+        self._logprobs = cache(logprobs)
         self._head = "data: " + dump_json(envelope.head(self.object_))[:-1] + ',"choices":['
 
     @abstractmethod
@@ -65,7 +65,7 @@ class Chunks(ABC):
         entries: Sequence[TokenLogprobs] | None = None,
         tail: str = "",
     ) -> bytes:
-        told = "null" if entries is None else dump_json(self._logprobs[index](entries))
+        told = "null" if entries is None else dump_json(self._logprobs(index)(entries))
         choice = f'{{"index":{index},{content},"logprobs":{told},"finish_reason":{reasons}}}'
         return f"{self._head}{choice}]{tail}}}\n\n".encode()
 

@@ -88,14 +88,16 @@ class Block:
 
     def learn(self, logprobs: BlockLogprobs | None) -> None:
         """Keep log-probabilities of its tokens, unless those that it has say as much."""
+        if logprobs is None or not self.tokens.startswith(logprobs.tokens):
+            return
         kept = self.logprobs
-        if logprobs is None or (
+        says_as_much = (
             kept is not None
             and kept.num_top >= logprobs.num_top
             and kept.tokens.startswith(logprobs.tokens)
-        ):
-            return
-        self.logprobs = logprobs
+        )
+        if not says_as_much:
+            self.logprobs = logprobs
 
 
 class Root(Block):

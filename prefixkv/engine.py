@@ -354,7 +354,7 @@ class Engine:
         known = request.prompt_logprobs
         known += result.prompt_logprobs
         sequence.commit()
-        if known and item.start < request.num_prompt_tokens:
+        if request.keeps_prompt_logprobs and item.start < request.num_prompt_tokens:
             keep(sequence, item.start, request.prompt, known, request.num_top_prompt_logprobs)
         request.usage.num_computed_tokens += item.num_tokens
         self.scheduler.committed(item.branch)
@@ -465,7 +465,9 @@ class Engine:
         self.cache.weights_changed()
         self.scheduler.preempt_all()
         for output in self._outputs.values():
-            if not output.begun:
+            if output.begun:  # it tells the values that it has begun with
+                output.request.keeps_prompt_logprobs = False
+            else:
                 output.request.forget_prompt_logprobs()
 
     def stats(self) -> dict[str, int | float]:

@@ -6,6 +6,7 @@ are evicted. To go on from it then computes again what is gone. Nothing else cha
 """
 
 from array import array
+from collections import OrderedDict
 
 from prefixkv.errors import InvalidRequest
 from prefixkv.identity import ModelIdentity
@@ -77,7 +78,7 @@ class HeldBranches:
     """All held branches that have their blocks, the one used the longest ago first."""
 
     def __init__(self) -> None:
-        self._by_use: dict[HeldBranch, None] = {}
+        self._by_use: OrderedDict[HeldBranch, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._by_use)
@@ -94,14 +95,15 @@ class HeldBranches:
     def used(self, held: HeldBranch) -> None:
         """Say that one is gone on from just now."""
         if held in self._by_use:
-            self._by_use[held] = self._by_use.pop(held)
+            self._by_use.move_to_end(held)
 
     def let_go(self, held: HeldBranch) -> None:
         """Release the blocks of one, if it has them still."""
         self._by_use.pop(held, None)
-        if held.sequence is not None:
-            held.sequence.release()
-            held.sequence = None
+        # first it has none: a release that is interrupted leaves a sequence that nobody has
+        sequence, held.sequence = held.sequence, None
+        if sequence is not None:
+            sequence.release()
 
     def give_way(self) -> bool:
         """Let go of the one used the longest ago; False if there is none."""

@@ -45,12 +45,13 @@ def pack_linears(hf_model: Any) -> bool:
     if hf_model.dtype != torch.float32 or hf_model.device.type != "cpu":
         return False
     plain = {name: module for name, module in hf_model.named_modules() if type(module) is nn.Linear}
-    before = _logits(hf_model)
     try:
+        before = _logits(hf_model)
         for name, linear in plain.items():
             hf_model.set_submodule(name, PackedLinear(linear))
         error = (_logits(hf_model) - before).abs().max() / before.abs().max().clamp(min=1e-30)
-        reason = f"its logits change by {error:.2g} of the largest" if error > _TOLERANCE else None
+        is_close = bool(error <= _TOLERANCE)  # nothing is close to NaN
+        reason = None if is_close else f"its logits change by {error:.2g} of the largest"
     except Exception as failure:  # whatever a model does with what it takes for a nn.Linear
         reason = f"{type(failure).__name__}: {failure}"
     if reason is None:

@@ -39,7 +39,7 @@ def recall(
     for block in chain:
         first = (block.depth - 1) * block_size
         values = _agreeing(block, tokens[first : first + block_size].tobytes(), num_top)
-        if first + len(values) <= len(known):
+        if not first <= len(known) < first + len(values):
             return
         known += values[len(known) - first :]
 

@@ -32,6 +32,7 @@ class Request:
         num_blocks_held: distinct blocks that its branches held at the last step that took any.
         prompt_logprobs: those of the first tokens of the prompt, as far as they are known; empty
             unless they were asked for.
+        keeps_prompt_logprobs: whether they may be kept with blocks; not if new weights came since.
     """
 
     def __init__(
@@ -89,12 +90,12 @@ class Request:
 
     def num_scored_for(self, other: "Request") -> int:
         """Tokens at the beginning of its prompt whose log-probabilities will do for `other`."""
-        if not self.prompt_logprobs or self.num_top_prompt_logprobs < other.num_top_prompt_logprobs:
-            return 0
-        return len(self.prompt)
+        tells_enough = self.num_top_prompt_logprobs >= other.num_top_prompt_logprobs
+        return len(self.prompt) if self.keeps_prompt_logprobs and tells_enough else 0
 
     def forget_prompt_logprobs(self) -> None:
         """Begin anew with the log-probabilities of the prompt; the first token has none."""
+        self.keeps_prompt_logprobs = self.params.prompt_logprobs is not None
         self.prompt_logprobs = [None] if self.params.prompt_logprobs is not None else []
 
     @property

@@ -118,7 +118,14 @@ class RequestOutput:
         )
 
     def _prompt_logprobs(self) -> tuple[PromptLogprob, ...] | None:
-        return tuple(self.request.prompt_logprobs) or None
+        count = self.request.num_top_prompt_logprobs  # what others had computed may tell of more
+        return (
+            tuple(
+                value and value._replace(top=value.top[:count])
+                for value in self.request.prompt_logprobs
+            )
+            or None
+        )
 
     def fail(self, error: str) -> OutputDelta:
         """End the request because its step failed."""

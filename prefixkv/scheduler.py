@@ -295,7 +295,7 @@ class Scheduler:
 
     def _stop_running(self, branch: Branch, *, cold: bool = False) -> None:
         assert branch.sequence is not None
-        self.running.remove(branch)
+        self.running.discard(branch)  # it may be gone, if this was interrupted and is run again
         branch.sequence.release(cold=cold)
         branch.sequence = None
         self.waiting.update(twin for _, twin in self.twins.pop(branch, ()))
@@ -402,17 +402,17 @@ class Scheduler:
             return
         promised = sum(map(self._promised_to, self.running))
         places = self.config.max_num_seqs - sum(map(_places_of, self.running))
-        while batch.budget > 0 and self.waiting and _places_of(self.waiting[0]) <= places:
-            branch = self.waiting[0]
-            if branch.not_before == self.cache.pool.version:
+        while batch.budget > 0:
+            branch = self._next_waiting(batch)
+            if branch is None or _places_of(branch) > places:
                 return
-            if branch.request.is_scoring and not batch.scored:
+            if branch.not_before == self.cache.pool.version:
                 return
             sequence = self._open(branch)
             leader = self._find_leader(branch, sequence)
             if leader is not None:
                 sequence.release()
-                del self.waiting[0]
+                self.waiting.remove(branch)
                 self.twins.setdefault(leader[0], []).append((leader[1], branch))
                 continue
             if not self._reserve_all(branch, sequence, promised):
@@ -421,11 +421,17 @@ class Scheduler:
                     continue
                 branch.not_before = self.cache.pool.version
                 return
-            del self.waiting[0]
+            self.waiting.remove(branch)
             self._start(branch, sequence)
             batch.add(branch, self._chunk(branch, batch))
             promised += self._promised_to(branch)
             places -= _places_of(branch)
+
+    def _next_waiting(self, batch: Batch) -> Branch | None:
+        """The head of the queue; of those that are not scored if the step scores no more tokens."""
+        if batch.scored:
+            return self.waiting[0] if self.waiting else None
+        return next((branch for branch in self.waiting if not branch.request.is_scoring), None)
 
     def _open(self, branch: Branch) -> Sequence:
         """Begin with what is cached, or held by the branch that it goes on from.

@@ -103,6 +103,8 @@ def test_prompt_logprobs_of_a_completion(client: httpx.Client, engine: FakeEngin
     both = choices(client, prompt=["xy", "z"], echo=True, logprobs=3, prompt_logprobs=1, n=2)
     assert [len(c["prompt_logprobs"]) for c in both] == [2, 2, 1, 1]
     assert both[0]["prompt_logprobs"] == choice["prompt_logprobs"]
+    more = choices(client, prompt="xy", echo=True, logprobs=1, prompt_logprobs=3)[0]
+    assert [len(top or ()) for top in more["logprobs"]["top_logprobs"]] == [0, 2, 2, 2, 2]
     assert engine.calls[-1]["params"].prompt_logprobs == 3
     assert "prompt_logprobs" not in choices(client, prompt="xy")[0]
 

@@ -49,6 +49,14 @@ def test_offsets_of_a_completion_count_whole_characters() -> None:
     assert first["token_logprobs"] == [-2.0] * 4
 
 
+def test_offsets_fit_an_echo_that_spells_special_tokens() -> None:
+    """A special token counts where the echo has it, and nowhere else; an added space does not."""
+    body = CompletionLogprobs(Pieces(), "a<end>b")
+    assert body(entries(SPECIAL, 97, SPECIAL, 98, 99))["text_offset"] == [0, 0, 1, 6, 7]
+    assert CompletionLogprobs(Pieces(), "ab")(entries(32, 97, 98))["text_offset"] == [0, 0, 1]
+    assert CompletionLogprobs(Pieces(), " a")(entries(32, 97, 98))["text_offset"] == [0, 1, 2]
+
+
 def test_top_logprobs_of_a_completion_hold_the_chosen_token() -> None:
     """Likeliest first; where two tokens have one text, the likelier counts."""
     top = ((302, -0.5), (97, -1.0), (0xC3, -1.5))

@@ -44,7 +44,10 @@ def alone(model: Any, prompt: list[int], index: int) -> list[int]:
     """What a branch draws when it is the only one, computing everything by itself."""
     engine = tiny_engine(model, enable_prefix_caching=False)
     request = engine.add(prompt, samples(1))
-    request.branches[0].index = index
+    (branch,) = request.branches
+    engine.scheduler.waiting.remove(branch)  # its index is part of its rank
+    branch.index = index
+    engine.scheduler.waiting.add(branch)
     deltas: list[OutputDelta] = []
     while engine.has_work:
         deltas += engine.step()

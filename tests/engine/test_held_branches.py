@@ -255,6 +255,29 @@ def test_interrupts_leave_the_books_right(moment: int, monkeypatch: pytest.Monke
     assert_idle(engine)
 
 
+def test_giving_way_can_be_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was held is computed again, and the branch can still be forked."""
+    from prefixkv.sequence import Sequence
+
+    engine = tiny_engine(model(), num_blocks=9)
+    held = finished(engine)
+    past = held.tokens.tolist()
+    sequence, release = held.sequence, Sequence.release
+
+    def interrupted(self: Sequence, **options: bool) -> None:
+        if self is sequence:
+            monkeypatch.setattr(Sequence, "release", release)
+            raise KeyboardInterrupt
+        release(self, **options)
+
+    monkeypatch.setattr(Sequence, "release", interrupted)
+    big = engine.add([90] * 20, greedy(8))
+    assert run(engine, big) == [expected([90] * 20, 8)]
+    fork = engine.fork(held)
+    assert fork.num_computed_tokens == 0
+    assert run(engine, engine.add([91], greedy(T), after=fork)) == [expected([*past, 91])]
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_any_tree_of_branches_in_a_small_pool_goes_on_right(seed: int) -> None:
     """Fork, cut, go on and release in any order, while others take the room."""

@@ -13,6 +13,7 @@ from prefixkv.outputs import BranchOutput
 from prefixkv.prefix_cache import PrefixCache
 from prefixkv.sampling_params import SamplingParams
 from prefixkv.scheduler import Batch, Scheduler
+from prefixkv.sequence import Sequence
 
 T = 5
 PLACES: list[tuple[Any, str]] = [
@@ -113,6 +114,19 @@ def test_a_search_is_told_once(
         assert deltas[-1].usage.num_completion_tokens == 2 * T
         assert_idle(engine)
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("moment", range(4))
+def test_an_interrupted_end_is_run_again(
+    model: Any, monkeypatch: pytest.MonkeyPatch, moment: int
+) -> None:
+    """Of a branch that has got its last token: told once, and nothing is left."""
+    engine = tiny_engine(model)
+    requests = [engine.add([5, 6, 7 + i], greedy(1)) for i in range(3)]
+    interrupt(monkeypatch, moment, (Sequence, "release"), (engine.scheduler, "finish_branch"))
+    ended = [delta.request_id for delta in steps(engine) if delta.finish_reason]
+    assert sorted(ended) == sorted(request.request_id for request in requests)
+    assert_idle(engine)
 
 
 @pytest.mark.parametrize("moment", [0, 1])

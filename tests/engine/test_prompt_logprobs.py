@@ -231,6 +231,63 @@ def test_new_weights_make_new_values() -> None:
             assert a.logprob == pytest.approx(b.logprob, abs=1e-9)
 
 
+def change_weights(engine: Engine) -> None:
+    with torch.no_grad():
+        for parameter in engine.model.hf.parameters():
+            parameter.mul_(0.5)
+    engine.weights_changed()
+
+
+def test_values_of_old_weights_are_not_kept_with_new_blocks() -> None:
+    """A request that has told them goes on, and computes its prompt again."""
+    engine = tiny_engine(model())
+    ask(engine, PROMPT, max_tokens=20, ignore_eos=True)
+    engine.step()
+    engine.step()
+    change_weights(engine)
+    engine.step()
+    changed = tiny_engine(engine.model.hf)
+    request, cold = ask(engine, PROMPT), ask(changed, PROMPT)
+    found = [v.logprob for v in told(engine, request)[0] if v]
+    assert found == pytest.approx([v.logprob for v in told(changed, cold)[0] if v], abs=1e-9)
+
+
+def test_ranked_samples_tell_the_values_that_they_began_with() -> None:
+    engine = tiny_engine(model())
+    request = ask(engine, PROMPT, best_of=2, temperature=1.0, seed=1, max_tokens=4)
+    engine.step()
+    change_weights(engine)
+    (values,) = told(engine, request)
+    check(PROMPT, values)
+
+
+def test_a_block_that_knows_less_than_the_next_ends_what_is_known() -> None:
+    """Its values were replaced by fewer, which tell of more; the next blocks have all of theirs."""
+    engine = tiny_engine(model())
+    told(engine, ask(engine, PROMPT))
+    told(engine, ask(engine, PROMPT[:6], 3))
+    check(PROMPT, told(engine, ask(engine, PROMPT))[0])
+
+
+def test_as_many_of_the_likeliest_are_told_as_were_asked_for() -> None:
+    """Though others had more computed."""
+    engine = tiny_engine(model())
+    told(engine, ask(engine, PROMPT, 5))
+    (values,) = told(engine, ask(engine, PROMPT, 2))
+    assert {len(value.top) for value in values if value} == {2}
+
+
+def test_plain_requests_pass_those_that_wait_to_be_scored() -> None:
+    engine = tiny_engine(model())
+    engine.scheduler.config = type(engine.scheduler.config)(max_num_scored_tokens=2)
+    ask(engine, PROMPT)
+    ask(engine, PROMPT[::-1])
+    plain = engine.add(PROMPT[3:], greedy(2))
+    engine.step()
+    assert plain.usage.num_completion_tokens == 1
+    outputs_of(engine)
+
+
 @pytest.mark.parametrize("moment", range(12))
 def test_interrupts_neither_lose_nor_repeat_a_value(
     moment: int, monkeypatch: pytest.MonkeyPatch
