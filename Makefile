@@ -35,15 +35,10 @@ serve: install
 	$(BIN)/prefixkv pull $(MODEL)
 	$(BIN)/prefixkv serve $(MODEL) --host $(HOST) --port $(PORT)
 
-# What Hypothesis draws depends on the modules that are loaded: alone, the real engine's machine sees
-# the same examples in every run.
-MACHINE := tests/proof/test_engine_machine.py
-
 # Each file goes to one of two processes of one thread each: the tests share little, tiny tensors
 # gain nothing from threads, and OpenMP loses much where cores are taken.
 test: install
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --ignore=$(MACHINE)
-	OMP_NUM_THREADS=1 $(BIN)/pytest $(MACHINE)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 beams: install
 	PREFIXKV_BEAMS=all $(BIN)/pytest tests/engine/test_default_beams.py
@@ -80,4 +75,4 @@ bench: install
 clean:
 	rm -rf .venv build dist *.egg-info .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
 
-.PHONY: help install serve test check coverage mutation bench clean
+.PHONY: help install serve test beams check coverage mutation bench clean
