@@ -30,8 +30,8 @@ HALF = (
 )
 # float32 has no matrix instruction that keeps all its bits
 SINGLE = (
-    (64, Tile(16, 32, 4, 2), Tile(32, 32, 4, 2)),
-    (128, Tile(16, 32, 4, 2), Tile(32, 32, 8, 2)),
+    (64, Tile(16, 32, 4, 2), Tile(32, 16, 4, 2)),
+    (128, Tile(16, 16, 4, 2), Tile(32, 16, 4, 2)),
     (256, Tile(16, 16, 4, 2), Tile(32, 16, 8, 2)),
 )
 
