@@ -10,7 +10,7 @@ from prefixkv.kernels.cpu import CpuBackend
 from prefixkv.kernels.plan import Plan
 from prefixkv.kernels.reference import ReferenceBackend
 
-BackendName = Literal["auto", "cpu", "reference"]
+BackendName = Literal["auto", "cpu", "reference", "triton"]
 
 
 class AttentionBackend(Protocol):
@@ -74,10 +74,16 @@ class AttentionBackend(Protocol):
 def get_backend(name: BackendName, dtype: torch.dtype) -> AttentionBackend:
     """Return the named backend, or with "auto" the fastest one that takes pools of `dtype`.
 
-    Raises: ValueError for an unknown name, or a dtype that the named backend cannot take.
+    "auto" is for pools on the CPU; "triton" is for pools on a CUDA device, or for CPU pools where
+    the environment holds TRITON_INTERPRET=1, for tests.
+
+    Raises: ValueError for an unknown name, a dtype that the named backend cannot take, or "triton"
+        where it cannot run.
     """
-    if name not in ("auto", "cpu", "reference"):
-        raise ValueError(f"backend {name!r} is none of 'auto', 'cpu', 'reference'")
+    if name not in ("auto", "cpu", "reference", "triton"):
+        raise ValueError(f"backend {name!r} is none of 'auto', 'cpu', 'reference', 'triton'")
+    if name == "triton":
+        return _triton_backend()
     if name == "reference" or (name == "auto" and dtype not in CpuBackend.DTYPES):
         return ReferenceBackend()
     if dtype not in CpuBackend.DTYPES:
@@ -85,3 +91,15 @@ def get_backend(name: BackendName, dtype: torch.dtype) -> AttentionBackend:
             f"the cpu backend takes float32 and bfloat16, not {dtype}; use 'reference'"
         )
     return CpuBackend()
+
+
+def _triton_backend() -> AttentionBackend:
+    try:  # imported here because not every machine has it
+        from prefixkv.kernels.triton_backend import INTERPRETED, TritonBackend
+    except ImportError as error:
+        raise ValueError(f"the triton backend cannot be imported: {error}") from None
+    if not INTERPRETED and not torch.cuda.is_available():
+        raise ValueError(
+            "the triton backend needs a CUDA device, or TRITON_INTERPRET=1 set before Python starts"
+        )
+    return TritonBackend()

@@ -40,7 +40,7 @@ class Forest:
         block_size = self.pool.shape[4]
         return build_plan(self.tables, self.query_lens, self.context_lens, block_size, window)
 
-    def truth(self, window: int | None = None) -> Tensor:
+    def truth(self, window: int | None = None, softcap: float | None = None) -> Tensor:
         """Brute-force attention of all query rows in float64, from the sequences alone."""
         num_heads, head_dim = self.query.shape[1:]
         outputs = []
@@ -51,6 +51,8 @@ class Forest:
             wide_keys = keys.repeat_interleave(group, 1)
             wide_values = values.repeat_interleave(group, 1)
             scores = torch.einsum("rhd,nhd->hrn", query, wide_keys) * self.scale
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
             columns = torch.arange(len(keys))
             positions = columns[len(keys) - len(query) :, None]
             visible = columns <= positions

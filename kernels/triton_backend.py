@@ -1,0 +1,129 @@
+"""The Triton backend: CUDA tensors, or CPU tensors in Triton's interpreter (TRITON_INTERPRET=1).
+
+Import this module only where triton is installed and can run; see `get_backend`.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from triton.runtime.jit import JITFunction
+
+from prefixkv.kernels.plan import Plan
+from prefixkv.kernels.triton_attention import attend_items, attend_kernel, empty_partials
+from prefixkv.kernels.triton_block_copy import copy_blocks
+from prefixkv.kernels.triton_kv_write import write_slots
+from prefixkv.kernels.triton_merge import merge_partials
+from prefixkv.kernels.triton_plan import DevicePlan, upload_plan
+from prefixkv.kernels.triton_tiles import choose_tiles
+
+# decided when the kernels were decorated, whatever the environment says now
+INTERPRETED = not isinstance(attend_kernel, JITFunction)
+_REMEMBERED = 8  # plans; a step has one for each distinct window
+
+
+class TritonBackend:
+    """Implements `prefixkv.kernels.backend.AttentionBackend` for bfloat16, float16 and float32.
+
+    A plan is uploaded when a layer first attends by it, and kept for the layers after it. Not safe
+    for use by several threads at once.
+    """
+
+    name = "triton"
+    DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+    def __init__(self) -> None:
+        # the host's plan is kept with the device's: an id is taken again once its owner is gone
+        self._plans: dict[tuple[int, object], tuple[Plan, DevicePlan]] = {}
+
+    def supports(
+        self, dtype: torch.dtype, head_dim: int, num_heads: int, num_kv_heads: int
+    ) -> str | None:
+        """None if it can serve such a model, else the reason."""
+        if dtype not in self.DTYPES:
+            return f"the triton backend takes bfloat16, float16 and float32, not {dtype}"
+        if head_dim % 8 or head_dim > 256:
+            return (
+                "the triton backend needs a head_dim that is a multiple of 8, at most 256, "
+                f"not {head_dim}"
+            )
+        if num_heads % num_kv_heads:
+            return f"{num_heads} query heads are not a multiple of {num_kv_heads} kv heads"
+        if num_heads // num_kv_heads > 32:
+            return f"{num_heads // num_kv_heads} query heads for a kv head are more than 32"
+        return None
+
+    def write_kv(self, pool: Tensor, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
+        """See `AttentionBackend.write_kv`.
+
+        Slots that are on the device already are not looked at from the host, which would wait for
+        it: those outside the pool are then skipped.
+
+        Raises: ValueError if rows have another shape or dtype than the pool's.
+        """
+        expected = (len(slots), pool.shape[3], pool.shape[5])
+        if (
+            key.shape != expected
+            or value.shape != expected
+            or not key.dtype == value.dtype == pool.dtype
+        ):
+            raise ValueError(
+                f"key {tuple(key.shape)} {key.dtype} and value {tuple(value.shape)} {value.dtype} "
+                f"must be {expected} {pool.dtype}"
+            )
+        num_slots = pool.shape[0] * pool.shape[4]
+        if slots.is_cpu and len(slots) and not (slots.min() >= 0 and slots.max() < num_slots):
+            raise IndexError(f"a slot is outside [0, {num_slots})")
+        write_slots(pool[:, layer], _packed_heads(key), _packed_heads(value), slots.to(pool.device))
+
+    def copy_blocks(self, pool: Tensor, pairs: Sequence[tuple[int, int, int]]) -> None:
+        """See `AttentionBackend.copy_blocks`."""
+        copy_blocks(pool, pairs)
+
+    def attend(
+        self,
+        pool: Tensor,
+        layer: int,
+        query: Tensor,
+        plan: Plan,
+        scale: float,
+        *,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """See `AttentionBackend.attend`; accumulates in float32.
+
+        What a row sees of a value that is not finite, other rows of its tile may see too: rows of
+        one item read the same run.
+
+        Args:
+            softcap: scores become softcap * tanh(score / softcap); None leaves them.
+
+        Requires: each query token is in a final item, or has partials to merge.
+        Raises: IndexError if the plan names a block outside the pool.
+        """
+        dtype = torch.promote_types(query.dtype, pool.dtype)
+        device_plan = self._on_device(plan, pool, query.shape[1] // pool.shape[3], dtype)
+        if device_plan.smallest_block < 0 or device_plan.largest_block >= len(pool):
+            raise IndexError(f"a block id of the plan lies outside the pool's {len(pool)} blocks")
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        partials = empty_partials(plan.num_partials, query)
+        attend_items(
+            _packed_heads(query.to(dtype)), pool[:, layer], device_plan, scale, softcap, out,
+            partials,
+        )  # fmt: skip
+        merge_partials(partials, device_plan, out)
+        return out
+
+    def _on_device(self, plan: Plan, pool: Tensor, group: int, dtype: torch.dtype) -> DevicePlan:
+        key = (id(plan), (pool.device, group, pool.shape[5], dtype))
+        if key not in self._plans:
+            while len(self._plans) >= _REMEMBERED:
+                del self._plans[next(iter(self._plans))]
+            tiles = choose_tiles(dtype, pool.shape[5], group)
+            self._plans[key] = (plan, upload_plan(plan, group, tiles, pool.device))
+        return self._plans[key][1]
+
+
+def _packed_heads(tensor: Tensor) -> Tensor:
+    """The tensor itself if elements of its last dimension lie one after the other, else a copy."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

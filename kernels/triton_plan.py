@@ -1,0 +1,122 @@
+"""A plan as the Triton kernels take it: row tiles instead of items, arrays on the device.
+
+One program holds a fixed number of query rows, so items of more rows are cut here, on the host and
+once a step. Each cut keeps only the part of the run that its rows see: the kernel has no tile to
+skip, whatever the window.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from prefixkv.kernels.plan import (
+    BASE_POS,
+    DST_SLOT,
+    ROW_CNT,
+    ROW_OFF,
+    TOK0,
+    TOK1,
+    Int32Array,
+    Plan,
+)
+from prefixkv.kernels.triton_tiles import Tile
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePlan:
+    """What `attend_kernel` and `merge_kernel` read; all tensors int32, on one device.
+
+    Attributes:
+        few_rows, many_rows: [num_items, 8] as in `Plan.work`; an item's rows fit into its tile.
+        rows, positions, blocks, merge_indptr, merge_slots: as in `Plan`.
+        merged_tokens: query tokens that have partials to merge.
+        smallest_block, largest_block: block ids of the plan; 0 and -1 if there are none.
+    """
+
+    few_rows: Tensor
+    many_rows: Tensor
+    few_rows_tile: Tile
+    many_rows_tile: Tile
+    rows: Tensor
+    positions: Tensor
+    blocks: Tensor
+    merged_tokens: Tensor
+    merge_indptr: Tensor
+    merge_slots: Tensor
+    num_partials: int
+    window: int | None
+    smallest_block: int
+    largest_block: int
+
+
+def upload_plan(
+    plan: Plan, group: int, tiles: tuple[Tile, Tile], device: torch.device
+) -> DevicePlan:
+    """Cut a plan into row tiles and copy it to the device.
+
+    Args:
+        group: query heads of one kv head.
+        tiles: for items of few and of many rows; an item is "few" if one such tile holds it.
+    """
+
+    def upload(array: Int32Array) -> Tensor:
+        return torch.tensor(array, device=device)
+
+    few_tile, many_tile = tiles
+    is_few = plan.work[:, ROW_CNT] <= few_tile.rows // group
+    return DevicePlan(
+        few_rows=upload(tile_rows(plan, plan.work[is_few], few_tile.rows // group)),
+        many_rows=upload(tile_rows(plan, plan.work[~is_few], many_tile.rows // group)),
+        few_rows_tile=few_tile,
+        many_rows_tile=many_tile,
+        rows=upload(plan.rows),
+        positions=upload(plan.positions),
+        blocks=upload(plan.blocks),
+        merged_tokens=upload(np.flatnonzero(np.diff(plan.merge_indptr)).astype(np.int32)),
+        merge_indptr=upload(plan.merge_indptr),
+        merge_slots=upload(plan.merge_slots),
+        num_partials=plan.num_partials,
+        window=plan.window,
+        smallest_block=int(plan.blocks.min(initial=0)),
+        largest_block=int(plan.blocks.max(initial=-1)),
+    )
+
+
+def tile_rows(plan: Plan, work: Int32Array, most_rows: int) -> Int32Array:
+    """Cut items into items of at most `most_rows` rows, each over the tokens that its rows see.
+
+    Returns: [num_tiles, 8]; an item that sees nothing stays, with tok0 >= tok1.
+    """
+    num_tiles = -(-work[:, ROW_CNT] // most_rows)
+    tiles: np.ndarray[Any, np.dtype[np.int32]] = np.repeat(work, num_tiles, axis=0)
+    if not len(tiles):
+        return tiles
+    first_row = (_counts_up(num_tiles) * most_rows).astype(np.int32)
+    tiles[:, ROW_OFF] += first_row
+    tiles[:, DST_SLOT] += first_row
+    tiles[:, ROW_CNT] = np.minimum(tiles[:, ROW_CNT] - first_row, most_rows)
+
+    # positions of each tile's rows, relative to the run, tile after tile
+    counts = tiles[:, ROW_CNT]
+    row_ids = plan.rows[np.repeat(tiles[:, ROW_OFF], counts) + _counts_up(counts)]
+    relative = plan.positions[row_ids] - np.repeat(tiles[:, BASE_POS], counts)
+    starts = np.cumsum(counts) - counts
+    last = np.maximum.reduceat(relative, starts)
+    tiles[:, TOK1] = np.minimum(tiles[:, TOK1], last + 1)
+    if plan.window is not None:
+        first = np.minimum.reduceat(relative, starts)
+        tiles[:, TOK0] = np.maximum(tiles[:, TOK0], first - plan.window + 1)
+    return tiles
+
+
+def _counts_up(lengths: np.ndarray[Any, np.dtype[Any]]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """0, 1, ... for each length, one after the other: [2, 3] gives 0 1 0 1 2."""
+    ends = np.cumsum(lengths, dtype=np.int64)
+    total = int(ends[-1]) if len(ends) else 0
+    counts: np.ndarray[Any, np.dtype[np.int64]] = np.arange(total) - np.repeat(
+        ends - lengths, lengths
+    )
+    return counts
