@@ -9,7 +9,6 @@ its sequence from the front in one chain of runs, kept nodes first and its own r
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from prefixkv.kernels.jit import jit
 from prefixkv.kernels.prefix_tree import BEGIN, END, FIRST, LAST, Int64Array
@@ -43,8 +42,8 @@ class Costs(NamedTuple):
 
 # columns of units: the parts of a node that read on their own, kept nodes and single sequences;
 # the unit that begins at place p of the order is units[p]: the place after its last member, its
-# tiles, and the first token that all members see (0 for a single one, which sees what it sees)
-LAST_MEMBER, TILES, UNIT_SEES = range(3)
+# tiles, its rows, and the first token that all its members see
+LAST_MEMBER, TILES, ROWS, SEES = range(4)
 
 
 @jit()
@@ -57,7 +56,7 @@ def _saved_tokens(
     saved = -(end - together) * num_tiles
     p = node[FIRST]
     while p < node[LAST]:
-        unit_begin = max(begin, units[p, UNIT_SEES])
+        unit_begin = max(begin, units[p, SEES])
         saved += (end - unit_begin) * units[p, TILES]
         # a window may start the node later than the unit; its members read what is between alone
         saved -= (together - unit_begin) * (units[p, LAST_MEMBER] - p)
@@ -70,9 +69,8 @@ def _added_partials(
     node: Int64Array,
     sees: int,
     units: Int64Array,
-    order: Int64Array,
+    members: Int64Array,
     spans: Spans,
-    is_split: NDArray[np.bool_],
     end: int,
     chunk: int,
 ) -> int:
@@ -82,15 +80,20 @@ def _added_partials(
     as it is there anyway.
     """
     added = np.int64(0)
+    end_cuts = np.int64(end % chunk != 0)
     p = node[FIRST]
     while p < node[LAST]:
-        unit_sees = units[p, UNIT_SEES]
-        for i in order[p : units[p, LAST_MEMBER]]:
-            cuts = np.int64(end % chunk != 0)
-            cuts += np.int64(sees > spans.begin[i] and sees % chunk != 0)
-            cuts -= np.int64(unit_sees > spans.begin[i] and unit_sees % chunk != 0)
-            if not is_split[i] and cuts > 0:
-                cuts += 1
+        is_single = units[p, LAST_MEMBER] == p + 1
+        added += units[p, ROWS] * end_cuts
+        for i in members[p - node[FIRST] : units[p, LAST_MEMBER] - node[FIRST]]:
+            if sees == 0 and not is_single:
+                break  # no window, so nothing but the end
+            cuts = np.int64(sees > spans.begin[i] and sees % chunk != 0)
+            if is_single:
+                is_split = (spans.end[i] - 1) // chunk > spans.begin[i] // chunk
+                cuts += np.int64(not is_split and cuts + end_cuts > 0)
+            else:
+                cuts -= np.int64(units[p, SEES] > spans.begin[i] and units[p, SEES] % chunk != 0)
             added += spans.num_rows[i] * cuts
         p = units[p, LAST_MEMBER]
     return added
@@ -106,30 +109,30 @@ def choose_nodes(
     """
     kept = np.empty(len(nodes), np.int64)
     num_kept = 0
-    is_split = (spans.end - 1) // costs.chunk > spans.begin // costs.chunk
-    units = np.empty((len(order), 3), np.int64)
+    units = np.empty((len(order), 4), np.int64)
     for p in range(len(order)):
-        units[p, LAST_MEMBER], units[p, TILES], units[p, UNIT_SEES] = p + 1, 1, 0
+        units[p, LAST_MEMBER], units[p, TILES] = p + 1, 1
+        units[p, ROWS], units[p, SEES] = spans.num_rows[order[p]], spans.seen_by_all[order[p]]
     for k in range(len(nodes)):
         node = nodes[k]
-        members = order[node[FIRST] : node[LAST]]
         end = node[END] * block_size
         sees, num_rows = np.int64(0), np.int64(0)
-        for i in members:
-            sees = max(sees, spans.seen_by_all[i])
-            num_rows += spans.num_rows[i]
+        p = node[FIRST]
+        while p < node[LAST]:
+            sees, num_rows = max(sees, units[p, SEES]), num_rows + units[p, ROWS]
+            p = units[p, LAST_MEMBER]
         if sees >= end:
             continue
         num_tiles = (num_rows - 1) // costs.tile_rows + 1
         saved = _saved_tokens(node, sees, units, block_size, num_tiles)
-        added = _added_partials(node, sees, units, order, spans, is_split, end, costs.chunk)
+        members = order[node[FIRST] : node[LAST]]
+        added = _added_partials(node, sees, units, members, spans, end, costs.chunk)
         if saved * costs.token_bytes > added * costs.partial_bytes:
             kept[num_kept] = k
             num_kept += 1
             unit = units[node[FIRST]]
-            unit[LAST_MEMBER], unit[TILES], unit[UNIT_SEES] = node[LAST], num_tiles, sees
-            for i in members:
-                is_split[i] = True
+            unit[LAST_MEMBER], unit[TILES] = node[LAST], num_tiles
+            unit[ROWS], unit[SEES] = num_rows, sees
     return kept[:num_kept]
 
 

@@ -120,10 +120,10 @@ def _join_tables(
     block_tables: BlockTables, num_blocks: Int64Array
 ) -> tuple[Int32Array, Int64Array]:
     """All tables' first num_blocks[i] ids, one after the other, and where each begins."""
-    # slices are copies: a view would keep an array("i") from growing or shrinking later
-    parts = [
-        table[:end] if isinstance(table, array) else np.ascontiguousarray(table[:end], np.int32)
-        for table, end in zip(block_tables, num_blocks.tolist(), strict=True)
-    ]
+    parts = []
+    for table, end in zip(block_tables, num_blocks.tolist(), strict=True):
+        # slices are copies: a view would keep an array("i") from growing or shrinking later
+        part = table if len(table) == end else table[:end]
+        parts.append(part if isinstance(part, array) else np.ascontiguousarray(part, np.int32))
     ids = np.frombuffer(bytearray().join(parts), np.int32)
     return ids, np.cumsum(num_blocks) - num_blocks

@@ -1,9 +1,8 @@
 """The tree of runs that several sequences share, read off their block tables.
 
-Sorted by their block ids, sequences with a common beginning are neighbours. A node is a maximal
-range of neighbours, with the part of their common beginning that no larger range has:
+A node is a set of sequences, and the part of their common beginning that no larger set has:
 
-    sorted tables     nodes (members, blocks)
+    tables            nodes (members, blocks)
     a  4 7 2 9
     b  4 7 2 5        a b    [2, 3)
     c  4 7 8          a b c  [0, 2)
@@ -21,14 +20,21 @@ Int64Array = NDArray[np.int64]
 # columns of a tree's nodes
 FIRST, LAST, BEGIN, END = range(4)
 
+# ids compared at once, so that the comparison vectorises
+_STRIDE = 16
+# beyond every block id
+_NO_ID = np.int64(2**31)
 
+
+@jit()
 def build_tree(
     blocks: Int32Array, offsets: Int64Array, num_shareable: Int64Array, granule: int
 ) -> tuple[Int64Array, Int64Array]:
     """Find all nodes, of any number of levels.
 
-    A block is shared where its id and all ids before it are equal. Costs O(blocks compared) and
-    one sort; next to nothing where all first blocks differ.
+    A block is shared where its id and all ids before it are equal. Each table is compared with the
+    first of those that share as much, and from where it parts from that one with others that part
+    there: O(blocks) in all, and a sort at each parting; all first blocks different: one sort.
 
     Args:
         blocks: all block tables, one after the other; sequence i's begins at `offsets[i]`.
@@ -37,60 +43,80 @@ def build_tree(
 
     Returns: the order, sequence ids; and the nodes, [num_nodes, 4]: members
         `order[FIRST:LAST]`, two or more, and blocks [BEGIN, END) of their tables. A node stands
-        after all nodes that begin where it ends.
+        after all nodes whose members are among its own.
     """
-    members = np.flatnonzero(num_shareable >= granule)
-    first_blocks = blocks[offsets[members]].tolist()
-    if len(set(first_blocks)) == len(first_blocks):
-        return np.empty(0, np.int64), np.empty((0, 4), np.int64)
-    # any order will do that keeps common beginnings together, and comparing bytes is the fastest
-    table_bytes = memoryview(blocks).cast("B")
-    begins = (4 * offsets[members]).tolist()
-    ends = (4 * (offsets[members] + num_shareable[members])).tolist()
-    keys = [bytes(table_bytes[begin:end]) for begin, end in zip(begins, ends, strict=True)]
-    order = members[sorted(range(len(keys)), key=keys.__getitem__)]
-    return order, _find_nodes(blocks, offsets, num_shareable, order, granule)
+    order = np.flatnonzero(num_shareable >= granule).astype(np.int64)
+    nodes = np.empty((len(order), 4), np.int64)
+    num_nodes = np.int64(0)
+    # ranges of `order`, and how many blocks their members are known to share
+    pending = np.empty((len(order) + 1, 3), np.int64)
+    pending[0, 0], pending[0, 1], pending[0, 2] = 0, len(order), 0
+    num_pending = np.int64(len(order) > 1)
+    while num_pending > 0:
+        num_pending -= 1
+        first, last, depth = pending[num_pending]
+        common, next_ids = _part(blocks, offsets, num_shareable, order[first:last], depth, granule)
+        # from those that share least with the first one to those that share most: outer nodes first
+        while last > first + 1:
+            shared, begin = common[last - 1 - first], last - 1
+            while begin > first + 1 and common[begin - 1 - first] == shared:
+                begin -= 1
+            if shared > depth:
+                nodes[num_nodes, FIRST], nodes[num_nodes, LAST] = first, last
+                nodes[num_nodes, BEGIN], nodes[num_nodes, END] = depth, shared
+                num_nodes += 1
+                depth = shared
+            # those that part from it at one place, to one block, may share more
+            p = begin
+            for q in range(begin + 1, last + 1):
+                if q == last or next_ids[q - first] != next_ids[p - first]:
+                    if q - p > 1 and next_ids[p - first] != _NO_ID:
+                        pending[num_pending, 0], pending[num_pending, 1] = p, q
+                        pending[num_pending, 2] = shared
+                        num_pending += 1
+                    p = q
+            last = begin
+    return order, nodes[:num_nodes][::-1].copy()
 
 
 @jit()
-def _count_common(
-    blocks: Int32Array, offsets: Int64Array, num_shareable: Int64Array, a: int, b: int
-) -> int:
-    """The number of leading blocks that sequences a and b share."""
-    most = min(num_shareable[a], num_shareable[b])
-    for i in range(most):
-        if blocks[offsets[a] + i] != blocks[offsets[b] + i]:
-            return i
-    return most
-
-
-@jit()
-def _find_nodes(
+def _part(
     blocks: Int32Array,
     offsets: Int64Array,
     num_shareable: Int64Array,
-    order: Int64Array,
+    members: Int64Array,
+    depth: int,
     granule: int,
-) -> Int64Array:
-    """The nodes over sorted sequences: intervals of their common beginnings, on a stack."""
-    nodes = np.empty((len(order), 4), np.int64)
-    num_nodes = 0
-    # open nodes, each longer than the one below: first member and end; the bottom is no node
-    stack = np.zeros((len(order) + 1, 2), np.int64)
-    top = 0
-    for i in range(1, len(order) + 1):
-        common = 0
-        if i < len(order):
-            common = _count_common(blocks, offsets, num_shareable, order[i - 1], order[i])
-            common = common // granule * granule
-        first = i - 1
-        while stack[top, 1] > common:
-            first, end = stack[top, 0], stack[top, 1]
-            top -= 1
-            nodes[num_nodes, FIRST], nodes[num_nodes, LAST] = first, i
-            nodes[num_nodes, BEGIN], nodes[num_nodes, END] = max(common, stack[top, 1]), end
-            num_nodes += 1
-        if stack[top, 1] < common:
-            top += 1
-            stack[top, 0], stack[top, 1] = first, common
-    return nodes[:num_nodes]
+) -> tuple[Int64Array, Int64Array]:
+    """Sort members by the blocks that they share with the first one, most first, and the next id.
+
+    Returns: both, for each member; the first one is said to share more than any.
+    """
+    common = np.empty(len(members), np.int64)
+    next_ids = np.full(len(members), _NO_ID, np.int64)
+    common[0] = 2**29
+    first = blocks[offsets[members[0]] :][: num_shareable[members[0]]]
+    for m in range(1, len(members)):
+        table = blocks[offsets[members[m]] :][: num_shareable[members[m]]]
+        common[m] = _count_common(first, table, depth) // granule * granule
+        if common[m] + granule <= len(table):
+            next_ids[m] = table[common[m]]
+    by_key = np.argsort(next_ids - (common << 34), kind="mergesort")
+    members[:] = members[by_key]
+    return common[by_key], next_ids[by_key]
+
+
+@jit()
+def _count_common(a: Int32Array, b: Int32Array, begin: int) -> int:
+    """The length of the common beginning, of which `begin` is known."""
+    most = min(len(a), len(b))
+    while begin + _STRIDE <= most:
+        different = np.int32(0)
+        for i in range(begin, begin + _STRIDE):
+            different |= a[i] ^ b[i]
+        if different != 0:
+            break
+        begin += _STRIDE
+    while begin < most and a[begin] == b[begin]:
+        begin += 1
+    return begin
