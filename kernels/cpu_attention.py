@@ -278,8 +278,10 @@ def _merge_head(slots: Int32Array, partials: Softmax, head: int, out: Float32Arr
             for d in range(len(out)):
                 out[d] += partials.acc[slot, head, d] * rescale
     if total != 0.0:
+        # as `_store` does it: one partial alone gives what a final item would
+        share = np.float32(1.0) / total
         for d in range(len(out)):
-            out[d] /= total
+            out[d] *= share
 
 
 @jit()

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Int32Array = NDArray[np.int32]
+IntArray = NDArray[np.int32] | NDArray[np.int64]
 
 # columns of Plan.work
 ROW_OFF, ROW_CNT, BLK_OFF, TOK0, TOK1, DST_SLOT, FINAL, BASE_POS = range(8)
@@ -76,7 +77,7 @@ def build_plan(
     """
     queries = np.asarray(query_lens, np.int32)
     contexts = np.asarray(context_lens, np.int32)
-    _check_lengths(block_tables, queries, contexts, block_size, window)
+    check_lengths(block_tables, queries, contexts, block_size, window)
     starts = contexts - queries
     first_visible = np.zeros_like(starts) if window is None else np.maximum(starts - window + 1, 0)
     first_block = first_visible // block_size
@@ -110,13 +111,14 @@ def build_plan(
     )
 
 
-def _check_lengths(
+def check_lengths(
     block_tables: Sequence[Sequence[int] | Int32Array],
-    queries: Int32Array,
-    contexts: Int32Array,
+    queries: IntArray,
+    contexts: IntArray,
     block_size: int,
     window: int | None,
 ) -> None:
+    """Raises: ValueError, with the numbers, if lengths contradict each other."""
     if not len(block_tables) == len(queries) == len(contexts):
         raise ValueError(
             f"{len(block_tables)} block tables, {len(queries)} query lengths, "

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from prefixkv.kernels.plan import Plan, build_plan
+from prefixkv.kernels.plan import Plan
+from prefixkv.kernels.plan_options import PlanOptions
+from prefixkv.kernels.planner import build_plans
 
 LAYER = 1
 NOWHERE = 10**6  # a block id that no pool has
@@ -35,10 +37,10 @@ class Forest:
         """Tokens of each sequence."""
         return [len(keys) for keys in self.keys]
 
-    def plan(self, window: int | None = None) -> Plan:
-        """The plan of all sequences."""
-        block_size = self.pool.shape[4]
-        return build_plan(self.tables, self.query_lens, self.context_lens, block_size, window)
+    def plan(self, window: int | None = None, options: PlanOptions | None = None) -> Plan:
+        """The plan of all sequences; without options, one run for each."""
+        lengths = (self.query_lens, self.context_lens, self.pool.shape[4])
+        return build_plans(self.tables, *lengths, [window], options)[window]
 
     def truth(self, window: int | None = None, softcap: float | None = None) -> Tensor:
         """Brute-force attention of all query rows in float64, from the sequences alone."""

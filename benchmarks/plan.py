@@ -1,0 +1,102 @@
+"""The time to plan a step, for batches that share and batches that do not.
+
+    python -P benchmarks/plan.py [--repeats N]
+
+Prints the median of the process's CPU time: the machine may be shared. Sizes are 32/8/128 in
+bfloat16, blocks of 16 tokens, chunks of 1,024, one query token per sequence; the block tables are
+`array("i")`, as the engine's. "plain" is `build_plan`, one run per sequence.
+"""
+
+import argparse
+import statistics
+import time
+from array import array
+from collections.abc import Callable
+
+from prefixkv.kernels.plan import Plan, build_plan
+from prefixkv.kernels.plan_options import PlanOptions, plan_bytes
+from prefixkv.kernels.planner import build_plans
+
+BLOCK_SIZE = 16
+OPTIONS = PlanOptions.for_heads(32, 8, 128, 2, tile_rows=32, chunk_tokens=1024)
+Tables = list["array[int]"]
+
+
+def unshared(num_seqs: int, num_blocks: int) -> Tables:
+    """Every block belongs to one sequence."""
+    return [array("i", range(i * num_blocks, (i + 1) * num_blocks)) for i in range(num_seqs)]
+
+
+def one_prefix(num_seqs: int, num_blocks: int) -> Tables:
+    """All sequences share all but the last eight blocks."""
+    prefix = range(num_blocks - 8)
+    return [array("i", [*prefix, *range(1000 + 8 * i, 1008 + 8 * i)]) for i in range(num_seqs)]
+
+
+def two_levels(num_seqs: int, num_blocks: int) -> Tables:
+    """Half of each table is common to all, most of the rest to groups of eight."""
+    half, next_id = num_blocks // 2, num_blocks
+    tables = []
+    for i in range(num_seqs):
+        group = 10**6 + i // 8 * num_blocks
+        own = range(next_id, next_id + 4)
+        tables.append(array("i", [*range(half), *range(group, group + half - 4), *own]))
+        next_id += 4
+    return tables
+
+
+def chain(num_seqs: int, num_blocks: int) -> Tables:
+    """Each sequence is a fork of the one before it, one block shorter in common."""
+    tables = [array("i", range(num_blocks))]
+    for i in range(1, num_seqs):
+        kept = max(num_blocks - i, 1)
+        fresh = range(10**6 + i * num_blocks, 10**6 + i * num_blocks + num_blocks - kept)
+        tables.append(tables[-1][:kept] + array("i", fresh))
+    return tables
+
+
+def median_ms(run: Callable[[], object], repeats: int) -> float:
+    """The median CPU time of one call in milliseconds, after a warm-up."""
+    run()
+    times = []
+    for _ in range(repeats):
+        start = time.process_time_ns()
+        run()
+        times.append(time.process_time_ns() - start)
+    return statistics.median(times) / 1e6
+
+
+def describe(plan: Plan) -> str:
+    """The plan's size and what it moves, in a few words."""
+    moved = plan_bytes(plan, OPTIONS)
+    return (
+        f"{len(plan.work):5} items  {moved.kv / 2**20:8.1f} MiB of K and V  "
+        f"{moved.partials / 2**20:6.1f} MiB of partials"
+    )
+
+
+def main() -> None:
+    """Print one line per batch and planner."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=200)
+    repeats = parser.parse_args().repeats
+    for num_seqs, num_blocks in ((8, 34), (32, 264), (256, 256), (256, 2048)):
+        context = num_blocks * BLOCK_SIZE - 3
+        lengths = ([1] * num_seqs, [context] * num_seqs, BLOCK_SIZE)
+        for make in (unshared, one_prefix, two_levels, chain):
+            tables = make(num_seqs, num_blocks)
+
+            def plan_shared(tables: Tables = tables) -> Plan:
+                return build_plans(tables, *lengths, [None], OPTIONS)[None]
+
+            ms = median_ms(plan_shared, repeats)
+            plain_ms = median_ms(lambda tables=tables: build_plan(tables, *lengths), repeats)
+            print(
+                f"{num_seqs:3} x {num_blocks:4} {make.__name__:10}  {ms:6.3f} ms  "
+                f"(plain {plain_ms:6.3f} ms)  {describe(plan_shared())}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
