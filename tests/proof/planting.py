@@ -2,6 +2,7 @@
 
     python -P tests/proof/planting.py                    # all of them
     python -P tests/proof/planting.py --only "skip"      # those with "skip" in their name
+    python -P tests/proof/planting.py --only "triton:"   # those in the Triton kernels
     python -P tests/proof/planting.py --tests machines   # against the state machines alone
 
 Each bug gets a process of its own, forked before anything of prefixkv is imported.
@@ -11,6 +12,7 @@ import argparse
 import contextlib
 import io
 import json
+import linecache
 import multiprocessing
 import os
 import signal
@@ -20,6 +22,7 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.util import spec_from_file_location
@@ -46,10 +49,31 @@ ENGINE = [  # where the engine's rules are tried in the smallest case
     "proof/test_fault_accounts.py::test_blocks_that_a_failed_step_filled_are_not_found",
 ]
 
+TRITON = {  # where each of its modules is tried, interpreted; the quickest first
+    "kernels.triton_attention": [
+        "triton/test_triton_attention.py::test_offsets_beyond_int32",
+        "triton/test_triton_attention.py::test_what_surrounds_the_output_stays",
+        "triton/test_triton_attention.py::test_row_counts_around_a_tile[5]",
+        "triton/test_triton_attention.py::test_several_tiles_of_tokens_and_rows[4-1]",
+        "triton/test_triton_attention.py::test_several_tiles_of_tokens_and_rows[16-2]",
+        "triton/test_triton_attention.py::test_soft_capped_scores[None-0.2]",
+        "triton/test_triton_merge.py::test_splits_merge_to_the_whole",
+    ],
+    "kernels.triton_backend": ["triton/test_triton_backend.py"],
+    "kernels.triton_block_copy": ["triton/test_triton_slots.py"],
+    "kernels.triton_kv_write": ["triton/test_triton_slots.py"],
+    "kernels.triton_merge": [
+        "triton/test_triton_merge.py::test_merges_are_log_sum_exp",
+        "triton/test_triton_merge.py::test_an_empty_partial_is_the_identity",
+        "triton/test_triton_merge.py::test_rows_without_partials_stay",
+    ],
+    "kernels.triton_plan": ["test_triton_plan.py"],
+}
+
 
 @dataclass(frozen=True)
 class Bug:
-    """Edits of one module of the core: (text that stands in it once, what takes its place)."""
+    """Edits of one module of prefixkv: (text that stands in it once, what takes its place)."""
 
     name: str
     module: str
@@ -111,7 +135,7 @@ class Planter(MetaPathFinder):
         """Claim the one module."""
         if name != self.name:
             return None
-        file = str(ROOT / "prefixkv" / f"{self.bug.module}.py")
+        file = str(ROOT.joinpath("prefixkv", *self.bug.module.split(".")).with_suffix(".py"))
         return spec_from_file_location(name, file, loader=PlantedSource(name, file, self.bug))
 
 
@@ -126,7 +150,10 @@ class PlantedSource(SourceFileLoader):
         """Return the changed text."""
         if path != self.path:
             raise OSError(path)
-        return self.bug.plant(super().get_data(path).decode()).encode()
+        text = self.bug.plant(super().get_data(path).decode())
+        # Triton's interpreter reads a kernel's text again; no time: an entry that stays
+        linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
+        return text.encode()
 
 
 def judge(bug: str, tests: Sequence[str], limit_s: int) -> Verdict:
@@ -140,8 +167,11 @@ def judge(bug: str, tests: Sequence[str], limit_s: int) -> Verdict:
     signal.alarm(limit_s)
     first, output, began = FirstFailure(), io.StringIO(), time.monotonic()
     command = ["-x", "-q", "--no-header", "--tb=line", "-p", "no:cacheprovider"]
-    if bug and load_bugs()[bug].module == "engine":
+    module = load_bugs()[bug].module if bug else ""
+    if module == "engine":
         tests = ENGINE
+    if module in TRITON:
+        tests = [f"kernels/{test}" for test in TRITON[module]]
     command += [str(ROOT / "tests" / test) for test in tests]
     with contextlib.redirect_stdout(output):
         exit_code = pytest.main([f"--rootdir={ROOT}", *command], plugins=[first])
@@ -150,8 +180,19 @@ def judge(bug: str, tests: Sequence[str], limit_s: int) -> Verdict:
 
 
 def judge_all(bugs: Sequence[str], tests: Sequence[str], limit_s: int) -> Iterator[Verdict]:
-    """Judge several bugs, two at a time, in order."""
+    """Judge several bugs, two at a time; those in Triton kernels come last."""
     os.chdir(ROOT)
+    modules = {name: bug.module for name, bug in load_bugs().items()}
+    of_triton = [bug for bug in bugs if modules.get(bug) in TRITON]
+    yield from _judge_in_pool([bug for bug in bugs if bug not in of_triton], tests, limit_s)
+    if of_triton:
+        os.environ["TRITON_INTERPRET"] = "1"
+        for heavy in ("numba", "torch", "triton"):  # once, instead of in every process
+            import_module(heavy)
+        yield from _judge_in_pool(of_triton, tests, limit_s)
+
+
+def _judge_in_pool(bugs: Sequence[str], tests: Sequence[str], limit_s: int) -> Iterator[Verdict]:
     context = multiprocessing.get_context("fork")
     with context.Pool(WORKERS, maxtasksperchild=1) as pool:
         yield from pool.imap(partial(judge, tests=tests, limit_s=limit_s), bugs, chunksize=1)
