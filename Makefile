@@ -12,6 +12,7 @@ BIN := .venv/bin
 help:
 	@echo "make serve      install, fetch the default model, serve it on $(HOST):$(PORT)"
 	@echo "make test       install, run the whole test suite"
+	@echo "make kernels-check  the Triton kernels without a GPU: interpreted, compiled, bugs planted"
 	@echo "make check      formatting, lint, types (strict), import layers"
 	@echo "make beams      beams of the default model against transformers, the whole matrix; takes long"
 	@echo "make coverage   branch coverage of the pure-Python core, at least 98 %"
@@ -35,10 +36,21 @@ serve: install
 	$(BIN)/prefixkv pull $(MODEL)
 	$(BIN)/prefixkv serve $(MODEL) --host $(HOST) --port $(PORT)
 
+# Triton reads TRITON_INTERPRET when it is first imported, which transformers does, so kernels that are
+# interpreted get processes of their own.
+INTERPRET := OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/pytest -n 2 tests/kernels/triton
+
 # Each file goes to one of two processes of one thread each: the tests share little, tiny tensors
 # gain nothing from threads, and OpenMP loses much where cores are taken.
 test: install
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --ignore=tests/kernels/triton
+	$(INTERPRET)
+
+kernels-check: install
+	$(INTERPRET)
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests/kernels/test_triton_plan.py tests/kernels/test_compiled_kernels.py
+	OMP_NUM_THREADS=1 $(BIN)/python -P tests/proof/planting.py --only triton:
+	$(BIN)/python -P tests/doubles/compiled_kernels.py
 
 beams: install
 	PREFIXKV_BEAMS=all $(BIN)/pytest tests/engine/test_default_beams.py
@@ -75,4 +87,4 @@ bench: install
 clean:
 	rm -rf .venv build dist *.egg-info .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
 
-.PHONY: help install serve test beams check coverage mutation bench clean
+.PHONY: help install serve test beams kernels-check check coverage mutation bench clean

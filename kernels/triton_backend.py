@@ -25,8 +25,8 @@ _REMEMBERED = 8  # plans; a step has one for each distinct window
 class TritonBackend:
     """Implements `prefixkv.kernels.backend.AttentionBackend` for bfloat16, float16 and float32.
 
-    A plan is uploaded when a layer first attends by it, and kept for the layers after it. Not safe
-    for use by several threads at once.
+    A plan is uploaded when a layer first attends by it, and kept for the layers after it; its
+    arrays must not change meanwhile. Not safe for use by several threads at once.
     """
 
     name = "triton"
@@ -59,8 +59,9 @@ class TritonBackend:
         Slots that are on the device already are not looked at from the host, which would wait for
         it: those outside the pool are then skipped.
 
-        Raises: ValueError if rows have another shape or dtype than the pool's.
+        Raises: ValueError too, if rows have another shape or dtype than the pool's.
         """
+        _check_device(pool)
         expected = (len(slots), pool.shape[3], pool.shape[5])
         if (
             key.shape != expected
@@ -78,6 +79,7 @@ class TritonBackend:
 
     def copy_blocks(self, pool: Tensor, pairs: Sequence[tuple[int, int, int]]) -> None:
         """See `AttentionBackend.copy_blocks`."""
+        _check_device(pool)
         copy_blocks(pool, pairs)
 
     def attend(
@@ -101,6 +103,7 @@ class TritonBackend:
         Requires: each query token is in a final item, or has partials to merge.
         Raises: IndexError if the plan names a block outside the pool.
         """
+        _check_device(pool)
         dtype = torch.promote_types(query.dtype, pool.dtype)
         device_plan = self._on_device(plan, pool, query.shape[1] // pool.shape[3], dtype)
         if device_plan.smallest_block < 0 or device_plan.largest_block >= len(pool):
@@ -122,6 +125,11 @@ class TritonBackend:
             tiles = choose_tiles(dtype, pool.shape[5], group)
             self._plans[key] = (plan, upload_plan(plan, group, tiles, pool.device))
         return self._plans[key][1]
+
+
+def _check_device(pool: Tensor) -> None:
+    if not (pool.is_cuda or INTERPRETED):
+        raise ValueError(f"the triton backend needs a pool on a CUDA device, not on {pool.device}")
 
 
 def _packed_heads(tensor: Tensor) -> Tensor:

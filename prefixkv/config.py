@@ -63,7 +63,8 @@ class EngineConfig:
         num_blocks: size of the pool; None means `kv_cache_memory_bytes`.
         kv_cache_memory_bytes: size of the pool; None means a quarter of the free memory.
         enable_prefix_caching: False computes every prompt anew.
-        attention_backend: "auto", "cpu" or "reference".
+        attention_backend: "auto", "cpu" or "reference"; "triton" only where its kernels are
+            interpreted, for tests: the engine's pool is on the CPU.
         seed: of the seeds of requests that have none; None draws it at random.
 
     The others are those of `SchedulerConfig`.

@@ -1,8 +1,11 @@
-"""Plans that `build_plan` does not make: runs cut into pieces, and one run for many sequences."""
+"""Plans that `build_plan` does not make, and pools as large as a GPU's, for tests of kernels."""
 
+import mmap
 from dataclasses import replace
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from prefixkv.kernels.plan import BASE_POS, DST_SLOT, FINAL, ROW_CNT, ROW_OFF, TOK0, TOK1, Plan
 
@@ -50,3 +53,17 @@ def shared_node_plan(plan: Plan, num_shared_blocks: int) -> Plan:
         merge_slots=np.ascontiguousarray(slots),
         num_partials=2 * num_rows,
     )
+
+
+def make_far_pool(pool: Tensor) -> Tensor:
+    """The same data, the second half of the blocks 2^31 elements and more from the first block.
+
+    Pages between blocks are never touched, and take no memory.
+    """
+    strides = list(pool.stride())
+    strides[0] = 2**31 // (len(pool) // 2) // 16 * 16
+    num_elements = (len(pool) - 1) * strides[0] + pool[0].numel()
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
+    pages = mmap.mmap(-1, num_elements * pool.element_size(), flags=flags)
+    far = torch.frombuffer(pages, dtype=pool.dtype).as_strided(pool.shape, strides)
+    return far.copy_(pool)

@@ -64,7 +64,7 @@ def test_without_alignment_the_gate_fails() -> None:
     assert any("async_loads" in complaint for complaint in exceeded(found, config))
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _narrow_kernel(pool_ptr, blocks_ptr, out_ptr, stride: tl.int32):  # type: ignore[no-untyped-def]
     block = tl.load(blocks_ptr + tl.program_id(0))
     tl.store(out_ptr, tl.load(pool_ptr + block * stride))

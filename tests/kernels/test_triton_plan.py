@@ -92,6 +92,10 @@ def test_where_it_cannot_run_it_says_why(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(ValueError, match="needs a CUDA device, or TRITON_INTERPRET=1"):
         get_backend("triton", torch.float32)
 
+    backend = triton_backend.TritonBackend()
+    with pytest.raises(ValueError, match="a pool on a CUDA device, not on cpu"):
+        backend.copy_blocks(torch.zeros(2, 1, 2, 1, 4, 8), [(0, 1, 4)])
+
     monkeypatch.setitem(sys.modules, "prefixkv.kernels.triton_backend", None)
     with pytest.raises(ValueError, match="cannot be imported"):
         get_backend("triton", torch.float32)

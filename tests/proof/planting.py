@@ -2,6 +2,7 @@
 
     python -P tests/proof/planting.py                    # all of them
     python -P tests/proof/planting.py --only "skip"      # those with "skip" in their name
+    python -P tests/proof/planting.py --only "triton:"   # those in the Triton kernels
     python -P tests/proof/planting.py --tests machines   # against the state machines alone
 
 Each bug gets a process of its own, forked before anything of prefixkv is imported.
@@ -12,6 +13,7 @@ import contextlib
 import importlib
 import io
 import json
+import linecache
 import multiprocessing
 import os
 import signal
@@ -32,7 +34,10 @@ import pytest
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 WORKERS = 2
-SLOW_TO_IMPORT = ["torch", "numba", "transformers.models.llama.modeling_llama"]
+SLOW_TO_IMPORT = [  # the last is for torch.testing.assert_close
+    "torch", "numba", "triton", "transformers.models.llama.modeling_llama",
+    "torch.distributed.tensor",
+]  # fmt: skip
 PLAIN = [
     f"core/test_{noun}.py"
     for noun in ("rules", "branches", "beams", "cache", "identity", "invariants", "scheduler")
@@ -53,10 +58,37 @@ OF_A_BUG = {  # for bugs that the tests of the core cannot see
     "held": ["engine/test_held_branches.py"],
 }
 
+TRITON = {  # where each of its modules is tried, interpreted; the quickest first
+    "kernels.triton_attention": [
+        "triton/test_triton_attention.py::test_offsets_beyond_int32",
+        "triton/test_triton_attention.py::test_what_surrounds_the_output_stays",
+        "triton/test_triton_attention.py::test_row_counts_around_a_tile[5]",
+        "triton/test_triton_attention.py::test_several_tiles_of_tokens_and_rows[4-1]",
+        "triton/test_triton_attention.py::test_several_tiles_of_tokens_and_rows[16-2]",
+        "triton/test_triton_attention.py::test_soft_capped_scores[None-0.2]",
+        "triton/test_triton_merge.py::test_splits_merge_to_the_whole",
+    ],
+    "kernels.triton_backend": ["triton/test_triton_backend.py"],
+    "kernels.triton_block_copy": [
+        "triton/test_triton_slots.py::test_offsets_beyond_int32",
+        "triton/test_triton_slots.py::test_copies_run_one_after_the_other",
+    ],
+    "kernels.triton_kv_write": [
+        "triton/test_triton_slots.py::test_a_write_touches_its_slots_only",
+        "triton/test_triton_slots.py::test_a_slot_outside_the_pool_writes_nothing",
+    ],
+    "kernels.triton_merge": [
+        "triton/test_triton_merge.py::test_merges_are_log_sum_exp",
+        "triton/test_triton_merge.py::test_an_empty_partial_is_the_identity",
+        "triton/test_triton_merge.py::test_rows_without_partials_stay",
+    ],
+    "kernels.triton_plan": ["test_triton_plan.py"],
+}
+
 
 @dataclass(frozen=True)
 class Bug:
-    """Edits of one module of the core: (text that stands in it once, what takes its place).
+    """Edits of one module of prefixkv: (text that stands in it once, what takes its place).
 
     `tests` names those of OF_A_BUG that have to notice it; empty for the tests of the core.
     """
@@ -125,7 +157,7 @@ class Planter(MetaPathFinder):
         """Claim the one module."""
         if name != self.name:
             return None
-        file = str(ROOT / "prefixkv" / f"{self.bug.module}.py")
+        file = str(ROOT.joinpath("prefixkv", *self.bug.module.split(".")).with_suffix(".py"))
         return spec_from_file_location(name, file, loader=PlantedSource(name, file, self.bug))
 
 
@@ -140,7 +172,10 @@ class PlantedSource(SourceFileLoader):
         """Return the changed text."""
         if path != self.path:
             raise OSError(path)
-        return self.bug.plant(super().get_data(path).decode()).encode()
+        text = self.bug.plant(super().get_data(path).decode())
+        # Triton's interpreter reads a kernel's text again; no time: an entry that stays
+        linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
+        return text.encode()
 
 
 def judge(bug: str, tests: Sequence[str], limit_s: int) -> Verdict:
@@ -156,7 +191,11 @@ def judge(bug: str, tests: Sequence[str], limit_s: int) -> Verdict:
     command = ["-x", "-q", "--no-header", "--tb=line", "-p", "no:cacheprovider"]
     command += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of what was imported before
     if bug:
-        tests = OF_A_BUG.get(load_bugs()[bug].tests, tests)
+        planted = load_bugs()[bug]
+        tests = OF_A_BUG.get(planted.tests, tests)
+        if planted.module in TRITON:
+            tests = [f"kernels/{test}" for test in TRITON[planted.module]]
+            command.append("--assert=plain")  # rewriting takes longer than these tests
     command += [str(ROOT / "tests" / test) for test in tests]
     with contextlib.redirect_stdout(output):
         exit_code = pytest.main([f"--rootdir={ROOT}", *command], plugins=[first])
@@ -167,7 +206,8 @@ def judge(bug: str, tests: Sequence[str], limit_s: int) -> Verdict:
 def judge_all(bugs: Sequence[str], tests: Sequence[str], limit_s: int) -> Iterator[Verdict]:
     """Judge several bugs, two at a time, in order."""
     os.chdir(ROOT)
-    for name in SLOW_TO_IMPORT:  # once, before the processes are forked
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported
+    for name in SLOW_TO_IMPORT:  # once, instead of in every process
         importlib.import_module(name)
     context = multiprocessing.get_context("fork")
     with context.Pool(WORKERS, maxtasksperchild=1) as pool:

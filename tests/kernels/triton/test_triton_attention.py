@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 import torch
+from general_plans import make_far_pool
 from interpreter_guard import guarded
 from torch import Tensor
 from triton.runtime.errors import InterpreterError
@@ -293,16 +294,9 @@ def test_what_surrounds_the_output_stays(make_forest: "MakeForest") -> None:
 def test_offsets_beyond_int32(make_forest: "MakeForest", block_size: int) -> None:
     """Blocks 2^31 elements and more into the pool are found; no page between is touched."""
     forest = make_forest(num_seqs=2, longest=20, block_size=block_size)
-    num_blocks = len(forest.pool)
-    shape, strides = forest.pool.shape, list(forest.pool.stride())
-    strides[0] = 2**31 // (num_blocks - 2) // 16 * 16
-    size = (num_blocks - 1) * strides[0] + forest.pool[0].numel()
-    virtual = torch.from_numpy(np.empty(size, np.float32))  # untouched pages take no memory
-    far = virtual.as_strided(shape, strides)
-    far.copy_(forest.pool)
     out = torch.empty_like(forest.query)
 
-    run_kernel(forest, forest.plan(), out, far)
+    run_kernel(forest, forest.plan(), out, make_far_pool(forest.pool))
 
     assert error(out, forest.truth()) < 3e-6
 

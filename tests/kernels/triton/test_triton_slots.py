@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from general_plans import make_far_pool
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpreter_guard import guarded
@@ -145,6 +146,20 @@ def test_copies_of_any_layout_race_with_nothing(layout: object) -> None:
     with guarded(3, races=True):
         copy_blocks(pool, pairs)
 
+    assert torch.equal(pool, expected)
+
+
+def test_offsets_beyond_int32() -> None:
+    """Blocks 2^31 elements into the pool are written and copied."""
+    pool = make_far_pool(make_pool())
+    key, value = torch.randn(2, 1, 3, 24, generator=torch.Generator().manual_seed(1))
+
+    write_slots(pool[:, 1], key, value, torch.tensor([4 * 4 + 3]))
+    pairs = [(5, 0, 3), (1, 5, 4), (6, 2, 1)]
+    copy_blocks(pool, pairs)
+
+    expected = copy_one_by_one(make_pool(), pairs)
+    expected[4, 1, 0, :, 3], expected[4, 1, 1, :, 3] = key[0], value[0]
     assert torch.equal(pool, expected)
 
 
