@@ -75,27 +75,25 @@ def describe(plan: Plan) -> str:
     )
 
 
+def bench(tables: Tables, repeats: int) -> str:
+    """One table line for planning a decode step over these tables."""
+    contexts = [len(table) * BLOCK_SIZE - 3 for table in tables]
+    lengths = ([1] * len(tables), contexts, BLOCK_SIZE)
+    ms = median_ms(lambda: build_plans(tables, *lengths, [None], OPTIONS), repeats)
+    plain_ms = median_ms(lambda: build_plan(tables, *lengths), repeats)
+    plan = build_plans(tables, *lengths, [None], OPTIONS)[None]
+    return f"{ms:6.3f} ms  (plain {plain_ms:6.3f} ms)  {describe(plan)}"
+
+
 def main() -> None:
-    """Print one line per batch and planner."""
+    """Print one line per batch."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=200)
     repeats = parser.parse_args().repeats
     for num_seqs, num_blocks in ((8, 34), (32, 264), (256, 256), (256, 2048)):
-        context = num_blocks * BLOCK_SIZE - 3
-        lengths = ([1] * num_seqs, [context] * num_seqs, BLOCK_SIZE)
         for make in (unshared, one_prefix, two_levels, chain):
-            tables = make(num_seqs, num_blocks)
-
-            def plan_shared(tables: Tables = tables) -> Plan:
-                return build_plans(tables, *lengths, [None], OPTIONS)[None]
-
-            ms = median_ms(plan_shared, repeats)
-            plain_ms = median_ms(lambda tables=tables: build_plan(tables, *lengths), repeats)
-            print(
-                f"{num_seqs:3} x {num_blocks:4} {make.__name__:10}  {ms:6.3f} ms  "
-                f"(plain {plain_ms:6.3f} ms)  {describe(plan_shared())}",
-                flush=True,
-            )
+            name = f"{num_seqs:3} x {num_blocks:4} {make.__name__:10}"
+            print(name, bench(make(num_seqs, num_blocks), repeats), flush=True)
 
 
 if __name__ == "__main__":
