@@ -179,14 +179,14 @@ def main() -> None:
     torch.manual_seed(0)
     print(f"ms per layer, block size {BLOCK_SIZE}, {options.threads} threads")
     for dtype in (torch.float32, torch.bfloat16):
-        for bench, cases in (
-            (bench_decode, DECODE),
-            (bench_prefill, PREFILL),
-            (bench_shared, SHARED),
-        ):
-            if options.only in (None, bench.__name__[len("bench_") :]):
-                for case in cases:
-                    print(bench(case, dtype, options.repeats), flush=True)
+        lines = {
+            "decode": (bench_decode(case, dtype, options.repeats) for case in DECODE),
+            "prefill": (bench_prefill(case, dtype, options.repeats) for case in PREFILL),
+            "shared": (bench_shared(case, dtype, options.repeats) for case in SHARED),
+        }
+        for name in [options.only] if options.only else lines:
+            for line in lines[name]:
+                print(line, flush=True)
 
 
 if __name__ == "__main__":
