@@ -4,12 +4,14 @@
 
 Candidates run in turn, and the best time of each counts: the machine may be shared. With one
 thread it is CPU time, which other processes disturb less; else wall time. "read" is summing as many
-bytes as the K and V that one layer's decode reads.
+bytes as the K and V that one layer's decode reads. "shared" decodes sequences with a common
+beginning, 30 layers in turn, as a step does: so K and V come from memory, not from a cache.
 """
 
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numba
 import numpy as np
@@ -20,12 +22,25 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from prefixkv.kernels.backend import get_backend
 from prefixkv.kernels.jit import jit
-from prefixkv.kernels.plan import build_plan
+from prefixkv.kernels.plan import Plan, build_plan
+from prefixkv.kernels.plan_options import PlanOptions
+from prefixkv.kernels.planner import build_plans
 
 BLOCK_SIZE = 16
 DECODE = [(8, 1024, 9, 3, 64), (8, 4096, 9, 3, 64), (8, 1024, 32, 8, 128)]
 PREFILL = [(1, 1024, 9, 3, 64), (1, 1024, 32, 8, 128)]
+# the tokens in common come first
+SHARED = [
+    (0, 1, 544, 9, 3, 64),
+    (0, 8, 544, 9, 3, 64),
+    (512, 8, 544, 9, 3, 64),
+    (2048, 8, 2176, 9, 3, 64),
+    (0, 8, 2176, 9, 3, 64),
+]
+CHUNKS = [256, 512]
+NUM_LAYERS = 30
 Case = tuple[int, int, int, int, int]
+SharedCase = tuple[int, int, int, int, int, int]
 
 
 @jit(parallel=True)
@@ -115,6 +130,38 @@ def bench_prefill(case: Case, dtype: torch.dtype, repeats: int) -> str:
     )
 
 
+def bench_shared(case: SharedCase, dtype: torch.dtype, repeats: int) -> str:
+    """One table line for decoding sequences with a common beginning, by several plans."""
+    common, batch, context, num_heads, num_kv_heads, head_dim = case
+    num_common, num_own = common // BLOCK_SIZE, (context - common) // BLOCK_SIZE
+    num_blocks = num_common + batch * num_own
+    pool = torch.randn(num_blocks, NUM_LAYERS, 2, num_kv_heads, BLOCK_SIZE, head_dim).to(dtype)
+    ids = torch.randperm(num_blocks).to(torch.int32)
+    own = ids[num_common:].view(batch, num_own)
+    tables = [torch.cat((ids[:num_common], rest)).numpy() for rest in own]
+    lengths = ([1] * batch, [context] * batch, BLOCK_SIZE)
+    plans = {"plain": build_plan(tables, *lengths)}
+    for chunk in (None, *CHUNKS):
+        for share in (False, True):
+            options = PlanOptions.for_heads(
+                num_heads, num_kv_heads, head_dim, dtype.itemsize,
+                tile_rows=15, chunk_tokens=chunk, fixed_chunks=chunk is not None, share=share,
+            )  # fmt: skip
+            if chunk or share:
+                name = f"{'grouped' if share else 'alone'} {chunk or ''}"
+                plans[name] = build_plans(tables, *lengths, [None], options)[None]
+    query = torch.randn(batch, num_heads, head_dim).to(dtype)
+    backend = get_backend("cpu", dtype)
+
+    def attend_all(plan: Plan) -> None:
+        for layer in range(NUM_LAYERS):
+            backend.attend(pool, layer, query, plan, head_dim**-0.5)
+
+    ms = best_ms({name: partial(attend_all, plan) for name, plan in plans.items()}, repeats)
+    times = "  ".join(f"{name} {value / NUM_LAYERS:.3f}" for name, value in ms.items())
+    return f"shared  {common:4} of {_name(case[1:], dtype)} {times}"
+
+
 def _name(case: Case, dtype: torch.dtype) -> str:
     batch, context, num_heads, num_kv_heads, head_dim = case
     return f"{batch} x {context} {num_heads:2}/{num_kv_heads}/{head_dim:<3} {str(dtype)[6:]:8}"
@@ -125,16 +172,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--only", choices=("decode", "prefill", "shared"))
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     numba.set_num_threads(options.threads)
     torch.manual_seed(0)
     print(f"ms per layer, block size {BLOCK_SIZE}, {options.threads} threads")
     for dtype in (torch.float32, torch.bfloat16):
-        for case in DECODE:
-            print(bench_decode(case, dtype, options.repeats), flush=True)
-        for case in PREFILL:
-            print(bench_prefill(case, dtype, options.repeats), flush=True)
+        lines = {
+            "decode": (bench_decode(case, dtype, options.repeats) for case in DECODE),
+            "prefill": (bench_prefill(case, dtype, options.repeats) for case in PREFILL),
+            "shared": (bench_shared(case, dtype, options.repeats) for case in SHARED),
+        }
+        for name in [options.only] if options.only else lines:
+            for line in lines[name]:
+                print(line, flush=True)
 
 
 if __name__ == "__main__":

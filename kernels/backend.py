@@ -8,6 +8,7 @@ from torch import Tensor
 
 from prefixkv.kernels.cpu import CpuBackend
 from prefixkv.kernels.plan import Plan
+from prefixkv.kernels.plan_options import PlanOptions
 from prefixkv.kernels.reference import ReferenceBackend
 
 BackendName = Literal["auto", "cpu", "reference", "triton"]
@@ -33,6 +34,15 @@ class AttentionBackend(Protocol):
         Args:
             dtype: of the pool.
             num_heads: query heads.
+        """
+        ...
+
+    def plan_options(
+        self, dtype: torch.dtype, head_dim: int, num_heads: int, num_kv_heads: int, block_size: int
+    ) -> PlanOptions | None:
+        """How plans for a model of these sizes are best cut; None: one run per sequence.
+
+        Any plan gives right results; these options make it fast.
         """
         ...
 

@@ -20,7 +20,10 @@ from prefixkv.kernels.cpu_prefill import attend_gathered
 from prefixkv.kernels.jit import Bits
 from prefixkv.kernels.kv_write import write_kernel
 from prefixkv.kernels.plan import FINAL, ROW_CNT, Plan
+from prefixkv.kernels.plan_options import PlanOptions
 
+# an item's tokens, at least: shorter ones gain nothing, longer ones share threads less evenly
+PLAN_CHUNK = 256
 _UNBOUNDED = 2**31 - 1
 
 
@@ -45,6 +48,23 @@ class CpuBackend:
         if num_heads % num_kv_heads:
             return f"{num_heads} query heads are not a multiple of {num_kv_heads} kv heads"
         return None
+
+    def plan_options(
+        self, dtype: torch.dtype, head_dim: int, num_heads: int, num_kv_heads: int, block_size: int
+    ) -> PlanOptions:
+        """See `AttentionBackend.plan_options`; chunks are fixed, so results are, too.
+
+        What many rows gather (`MANY_ROWS`) is neither split nor shared.
+        """
+        return PlanOptions.for_heads(
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            dtype.itemsize,
+            tile_rows=MANY_ROWS - 1,
+            chunk_tokens=-(-PLAN_CHUNK // block_size) * block_size,
+            fixed_chunks=True,
+        )
 
     def write_kv(self, pool: Tensor, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
         """See `AttentionBackend.write_kv`."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from prefixkv.kernels.jit import jit
-from prefixkv.kernels.prefix_tree import BEGIN, END, FIRST, LAST, Int64Array
+from prefixkv.kernels.prefix_tree import BEGIN, END, FIRST, LAST, Int64Array, Integer
 
 # columns of runs: sequence whose table holds the run, rows, tokens from the sequence's first on
 SEQUENCE, RUN_ROW, RUN_ROWS, RUN_BEGIN, RUN_END, SHARED = range(6)
@@ -48,12 +48,12 @@ LAST_MEMBER, TILES, ROWS, SEES = range(4)
 
 @jit()
 def _saved_tokens(
-    node: Int64Array, sees: int, units: Int64Array, block_size: int, num_tiles: int
-) -> int:
+    node: Int64Array, sees: Integer, units: Int64Array, block_size: int, num_tiles: Integer
+) -> Integer:
     """Reads of a token by a tile that keeping a node spares its units."""
     begin, end = node[BEGIN] * block_size, node[END] * block_size
     together = max(begin, sees)
-    saved = -(end - together) * num_tiles
+    saved: Integer = -(end - together) * num_tiles
     p = node[FIRST]
     while p < node[LAST]:
         unit_begin = max(begin, units[p, SEES])
@@ -67,13 +67,13 @@ def _saved_tokens(
 @jit()
 def _added_partials(
     node: Int64Array,
-    sees: int,
+    sees: Integer,
     units: Int64Array,
     members: Int64Array,
     spans: Spans,
-    end: int,
+    end: Integer,
     chunk: int,
-) -> int:
+) -> Integer:
     """Partials that keeping a node adds, at its end and where a window makes it begin.
 
     A row's first cut makes two, as its result was final without; a cut between chunks makes none,
@@ -181,6 +181,6 @@ def list_runs(
 
 
 @jit()
-def _put_own_run(run: Int64Array, i: int, spans: Spans, begin: int, end: int) -> None:
+def _put_own_run(run: Int64Array, i: Integer, spans: Spans, begin: Integer, end: Integer) -> None:
     run[SEQUENCE], run[RUN_ROW], run[RUN_ROWS] = i, spans.first_row[i], spans.num_rows[i]
     run[RUN_BEGIN], run[RUN_END], run[SHARED] = begin, end, 0

@@ -24,11 +24,11 @@ from prefixkv.kernels.plan import (
     TOK1,
     Int32Array,
 )
-from prefixkv.kernels.prefix_tree import Int64Array
+from prefixkv.kernels.prefix_tree import Int64Array, Integer
 
 
 @jit()
-def _size(runs: Int64Array, spans: Spans, block_size: int, costs: Costs) -> tuple[int, int, int]:
+def _size(runs: Int64Array, block_size: int, costs: Costs) -> tuple[Integer, Integer, Integer]:
     """The most items and partials that the runs can make, and exactly how many block ids."""
     num_items, num_partials, num_blocks = np.int64(0), np.int64(0), np.int64(0)
     for run in runs:
@@ -42,8 +42,8 @@ def _size(runs: Int64Array, spans: Spans, block_size: int, costs: Costs) -> tupl
 
 @jit()
 def _seeing_rows(
-    run: Int64Array, begin: int, end: int, spans: Spans, window: int
-) -> tuple[int, int]:
+    run: Int64Array, begin: Integer, end: Integer, spans: Spans, window: int
+) -> tuple[Integer, Integer]:
     """The half-open range of a run's rows that see any of the tokens [begin, end)."""
     if run[SHARED] != 0:
         return np.int64(0), run[RUN_ROWS]
@@ -74,11 +74,12 @@ def cut_runs(
         tables: all block tables, one after the other, and where each begins.
     """
     all_blocks, offsets = tables
-    most_items, most_partials, num_blocks = _size(runs, spans, block_size, costs)
+    most_items, most_partials, num_blocks = _size(runs, block_size, costs)
     work = np.empty((most_items, 8), np.int32)
     blocks = np.empty(num_blocks, np.int32)
     tokens = np.empty(most_partials, np.int32)
     num_items, num_partials, num_blocks = np.int64(0), np.int64(0), np.int64(0)
+    row: Integer
     for run in runs:
         i, begin = run[SEQUENCE], run[RUN_BEGIN]
         first_block, end_block = begin // block_size, (run[RUN_END] - 1) // block_size + 1

@@ -52,7 +52,7 @@ def build_plans(
     may_share = options.share & (queries <= options.tile_rows)
     num_shareable = np.where(may_share, (contexts - queries) // block_size, 0)
     granule = _granule(options, block_size)
-    order, nodes = build_tree(*tables, num_shareable, granule // block_size)
+    order, nodes = _find_shared(tables, num_shareable, granule // block_size)
     costs = Costs(
         options.token_bytes,
         options.partial_bytes,
@@ -101,6 +101,17 @@ def _plan_runs(
     )
 
 
+def _find_shared(
+    tables: tuple[Int32Array, Int64Array], num_shareable: Int64Array, granule: int
+) -> tuple[Int64Array, Int64Array]:
+    """The prefix tree, see `build_tree`; found out quickly if there is none."""
+    blocks, offsets = tables
+    first_blocks = blocks[offsets[num_shareable >= granule]].tolist()
+    if len(set(first_blocks)) == len(first_blocks):
+        return np.empty(0, np.int64), np.empty((0, 4), np.int64)
+    return build_tree(blocks, offsets, num_shareable, granule)
+
+
 def _granule(options: PlanOptions, block_size: int) -> int:
     """Shared runs begin and end at multiples of as many tokens."""
     if options.fixed_chunks and options.chunk_tokens is not None:
@@ -120,10 +131,10 @@ def _join_tables(
     block_tables: BlockTables, num_blocks: Int64Array
 ) -> tuple[Int32Array, Int64Array]:
     """All tables' first num_blocks[i] ids, one after the other, and where each begins."""
-    parts = []
+    parts: list[array[int] | Int32Array] = []
     for table, end in zip(block_tables, num_blocks.tolist(), strict=True):
         # slices are copies: a view would keep an array("i") from growing or shrinking later
         part = table if len(table) == end else table[:end]
         parts.append(part if isinstance(part, array) else np.ascontiguousarray(part, np.int32))
-    ids = np.frombuffer(bytearray().join(parts), np.int32)
-    return ids, np.cumsum(num_blocks) - num_blocks
+    joined = np.frombuffer(bytearray().join(parts), np.int32)  # type: ignore[arg-type] # buffers
+    return joined, np.cumsum(num_blocks) - num_blocks

@@ -16,6 +16,7 @@ from prefixkv.kernels.jit import jit
 from prefixkv.kernels.plan import Int32Array
 
 Int64Array = NDArray[np.int64]
+Integer = int | np.int64
 
 # columns of a tree's nodes
 FIRST, LAST, BEGIN, END = range(4)

@@ -38,6 +38,11 @@ class ReferenceBackend:
             return f"{num_heads} query heads are not a multiple of {num_kv_heads} kv heads"
         return None
 
+    def plan_options(
+        self, dtype: torch.dtype, head_dim: int, num_heads: int, num_kv_heads: int, block_size: int
+    ) -> None:
+        """See `AttentionBackend.plan_options`; each row is computed alone, whatever the plan."""
+
     def write_kv(self, pool: Tensor, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
         """See `AttentionBackend.write_kv`."""
         num_slots = pool.shape[0] * pool.shape[4]

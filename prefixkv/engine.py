@@ -71,6 +71,9 @@ class Engine:
         self.tokenizer: Tokenizer = model.tokenizer
         self.config = config
         self.backend = choose_backend(facts, config.attention_backend)
+        self._plan_options = self.backend.plan_options(
+            facts.dtype, facts.head_dim, facts.num_heads, facts.num_kv_heads, config.block_size
+        )
         shape = cache_shape(facts, config.block_size)
         num_blocks = choose_num_blocks(shape, config.num_blocks, config.kv_cache_memory_bytes)
         self.kv_cache = KVCache.allocate(shape, num_blocks)
@@ -332,7 +335,9 @@ class Engine:
 
     def _compute(self, batch: list[ScheduledBranch]) -> list[StepResult]:
         """Run the copies and the model; changes no books."""
-        inputs = build_inputs(batch, self.cache.block_size, self.model.facts.windows)
+        inputs = build_inputs(
+            batch, self.cache.block_size, self.model.facts.windows, self._plan_options
+        )
         copies = self.cache.pending_copies
         self.kv_cache.copy_blocks(
             [(c.source.block_id, c.target.block_id, c.num_slots) for c in copies]

@@ -7,7 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prefixkv.kernels.plan import Plan, build_plan
+from prefixkv.kernels.plan import Plan
+from prefixkv.kernels.plan_options import PlanOptions
+from prefixkv.kernels.planner import build_plans
 from prefixkv.scheduler import ScheduledBranch
 
 
@@ -32,9 +34,16 @@ class StepInputs:
 
 
 def build_inputs(
-    batch: Sequence[ScheduledBranch], block_size: int, windows: Iterable[int | None]
+    batch: Sequence[ScheduledBranch],
+    block_size: int,
+    windows: Iterable[int | None],
+    options: PlanOptions | None = None,
 ) -> StepInputs:
-    """Pack a batch whose blocks are reserved and written in the books."""
+    """Pack a batch whose blocks are reserved and written in the books.
+
+    Args:
+        options: how the backend wants its plans cut.
+    """
     token_ids, positions, slots = [], [], []
     tables, query_lens, context_lens = [], [], []
     for item in batch:
@@ -61,8 +70,5 @@ def build_inputs(
         slots=torch.from_numpy(np.concatenate(slots)),
         row_ends=row_ends,
         logits_rows=torch.tensor(logits_rows, dtype=torch.int64),
-        plans={
-            window: build_plan(tables, query_lens, context_lens, block_size, window)
-            for window in set(windows)
-        },
+        plans=build_plans(tables, query_lens, context_lens, block_size, windows, options),
     )

@@ -52,6 +52,19 @@ def test_what_cannot_be_served_has_a_reason() -> None:
     assert "int8" in (reference.supports(torch.int8, 64, 9, 3) or "")
 
 
+@pytest.mark.parametrize(("block_size", "chunk"), [(16, 256), (64, 256), (48, 288)])
+def test_a_backend_says_how_its_plans_are_cut(block_size: int, chunk: int) -> None:
+    """The cpu backend wants fixed chunks of whole blocks; the reference does not care."""
+    cpu, reference = get_backend("cpu", torch.float32), get_backend("reference", torch.float32)
+    options = cpu.plan_options(torch.bfloat16, 64, 9, 3, block_size)
+
+    assert options is not None
+    assert (options.chunk_tokens, options.fixed_chunks) == (chunk, True)
+    assert options.token_bytes == 2 * 3 * 64 * 2
+    assert options.partial_bytes == 9 * (64 + 2) * 4 * 2
+    assert reference.plan_options(torch.float32, 64, 9, 3, block_size) is None
+
+
 @jit()
 def _exp2_all(x: np.ndarray, out: np.ndarray) -> None:
     for i in range(len(x)):

@@ -3,6 +3,7 @@
 from array import array
 from collections import Counter, defaultdict
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -328,7 +329,7 @@ def test_no_sequences_make_an_empty_plan() -> None:
         ({"chunk_tokens": None, "fixed_chunks": True}, "fixed_chunks"),
     ],
 )
-def test_options_that_cannot_be_are_refused(change: dict[str, int], message: str) -> None:
+def test_options_that_cannot_be_are_refused(change: dict[str, Any], message: str) -> None:
     """Every option out of range is named."""
     with pytest.raises(ValueError, match=message):
         replace(GPU, **change)
