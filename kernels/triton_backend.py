@@ -10,6 +10,7 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from prefixkv.kernels.plan import Plan
+from prefixkv.kernels.plan_options import PlanOptions
 from prefixkv.kernels.triton_attention import attend_items, attend_kernel, empty_partials
 from prefixkv.kernels.triton_block_copy import copy_blocks
 from prefixkv.kernels.triton_kv_write import write_slots
@@ -19,6 +20,8 @@ from prefixkv.kernels.triton_tiles import choose_tiles
 
 # decided when the kernels were decorated, whatever the environment says now
 INTERPRETED = not isinstance(attend_kernel, JITFunction)
+# an item's tokens; not tuned, as no GPU was there
+PLAN_CHUNK = 512
 _REMEMBERED = 8  # plans; a step has one for each distinct window
 
 
@@ -52,6 +55,22 @@ class TritonBackend:
         if num_heads // num_kv_heads > 32:
             return f"{num_heads // num_kv_heads} query heads for a kv head are more than 32"
         return None
+
+    def plan_options(
+        self, dtype: torch.dtype, head_dim: int, num_heads: int, num_kv_heads: int, block_size: int
+    ) -> PlanOptions:
+        """See `AttentionBackend.plan_options`; chunks are fixed, so results are, too."""
+        group = num_heads // num_kv_heads
+        many = choose_tiles(dtype, head_dim, group)[1]
+        return PlanOptions.for_heads(
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            dtype.itemsize,
+            tile_rows=many.rows // group,
+            chunk_tokens=-(-PLAN_CHUNK // block_size) * block_size,
+            fixed_chunks=True,
+        )
 
     def write_kv(self, pool: Tensor, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
         """See `AttentionBackend.write_kv`.
