@@ -71,6 +71,15 @@ def build_plans(
     return plans
 
 
+def compile_planner() -> None:
+    """Compile the planner's kernels now, rather than in the first step that shares.
+
+    Takes several seconds once; the result is cached on disk, see `prefixkv.kernels.jit`.
+    """
+    options = PlanOptions(token_bytes=1, partial_bytes=1, tile_rows=2)
+    build_plans([[1, 2], [1, 3]], [1, 1], [2, 2], 1, [None], options)
+
+
 def _plan_runs(
     tables: tuple[Int32Array, Int64Array],
     tree: tuple[Int64Array, Int64Array],

@@ -33,6 +33,7 @@ from prefixkv.hashing import Tokens, pack_tokens
 from prefixkv.held_branch import HeldBranch
 from prefixkv.identity import ModelIdentity
 from prefixkv.kernels.backend import AttentionBackend, BackendName, get_backend
+from prefixkv.kernels.planner import compile_planner
 from prefixkv.kv_cache import KVCache
 from prefixkv.logits_rules import compile_rules
 from prefixkv.model import LanguageModel, ModelFacts
@@ -74,6 +75,8 @@ class Engine:
         self._plan_options = self.backend.plan_options(
             facts.dtype, facts.head_dim, facts.num_heads, facts.num_kv_heads, config.block_size
         )
+        if self._plan_options is not None:
+            compile_planner()
         shape = cache_shape(facts, config.block_size)
         num_blocks = choose_num_blocks(shape, config.num_blocks, config.kv_cache_memory_bytes)
         self.kv_cache = KVCache.allocate(shape, num_blocks)

@@ -11,6 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from slow_planner import Batch, SlowPlanner, read_positions
 
+from prefixkv.kernels.grouping import choose_nodes, list_runs
 from prefixkv.kernels.plan import (
     BASE_POS,
     BLK_OFF,
@@ -23,8 +24,10 @@ from prefixkv.kernels.plan import (
     Plan,
     build_plan,
 )
+from prefixkv.kernels.plan_items import cut_runs, list_merges
 from prefixkv.kernels.plan_options import PlanOptions, plan_bytes
-from prefixkv.kernels.planner import build_plans
+from prefixkv.kernels.planner import build_plans, compile_planner
+from prefixkv.kernels.prefix_tree import build_tree
 
 SMALL = PlanOptions(token_bytes=8, partial_bytes=1, tile_rows=4)
 
@@ -333,6 +336,21 @@ def test_options_that_cannot_be_are_refused(change: dict[str, Any], message: str
     """Every option out of range is named."""
     with pytest.raises(ValueError, match=message):
         replace(GPU, **change)
+
+
+def test_one_compilation_serves_all_plans() -> None:
+    """After `compile_planner` no plan compiles anything, whatever its tables and windows."""
+    compile_planner()
+    kernels: list[Any] = [build_tree, choose_nodes, list_runs, cut_runs, list_merges]
+    before = [len(kernel.signatures) for kernel in kernels]
+    tables = [np.array([1, 2, 3, 4 + i, 5], np.int32) for i in range(3)]
+    for chunk in (None, 16, 32):
+        for fixed_chunks in (False, chunk is not None):
+            options = replace(GPU, chunk_tokens=chunk, fixed_chunks=fixed_chunks)
+            build_plans(tables, [1, 2, 3], [70, 75, 80], 16, [None, 40], options)
+
+    assert before == [1] * len(kernels)
+    assert [len(kernel.signatures) for kernel in kernels] == before
 
 
 def test_chunks_are_whole_blocks() -> None:
