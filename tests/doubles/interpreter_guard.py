@@ -2,7 +2,8 @@
 
 As it is, the interpreter multiplies the bit patterns of bfloat16, truncates what it casts to it,
 reads and writes whatever an address happens to point to, wraps int32 without a word, and runs
-programs in order. What it still does not show: races inside a program, limits of shared memory,
+programs in order. What it still does not show: a lane that leaves its own tensor and happens to
+meet another one of the same launch, races inside a program, limits of shared memory,
 the number of warps and stages, fused multiply-adds, fast exponentials.
 
 Source: read in triton 3.9's runtime/interpreter.py; the names used here are also those of 3.6.

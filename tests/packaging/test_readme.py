@@ -80,10 +80,10 @@ def test_the_docstring_that_it_points_at_runs() -> None:
 def test_the_make_targets_that_it_names_exist() -> None:
     """All of them, and those of `.ci/run`."""
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    targets = set(re.findall(r"^([a-z]+):", makefile, re.MULTILINE))
+    targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
     commands = "\n".join([*blocks("sh"), *re.findall(r"`([^`\n]+)`", README)])
-    named = set(re.findall(r"^make ([a-z]+)", commands, re.MULTILINE))
-    in_ci = set(re.findall(r"^make ([a-z]+)", (ROOT / ".ci" / "run").read_text(), re.MULTILINE))
+    named = set(re.findall(r"^make ([a-z-]+)", commands, re.MULTILINE))
+    in_ci = set(re.findall(r"^make ([a-z-]+)", (ROOT / ".ci" / "run").read_text(), re.MULTILINE))
 
     assert {"serve", "test"} <= named
     assert named | in_ci <= targets
