@@ -85,9 +85,9 @@ def cut_runs(
         first_block, end_block = begin // block_size, (run[RUN_END] - 1) // block_size + 1
         base = first_block * block_size
         run_blocks = num_blocks
-        for block in range(first_block, end_block):
-            blocks[num_blocks] = all_blocks[offsets[i] + block]
-            num_blocks += 1
+        num_blocks += end_block - first_block
+        table = all_blocks[offsets[i] :]
+        blocks[run_blocks:num_blocks] = table[first_block:end_block]
         is_whole = run[SHARED] == 0 and run[RUN_ROWS] > costs.tile_rows
         while begin < run[RUN_END]:
             end = min(run[RUN_END], (begin // costs.chunk + 1) * costs.chunk)
@@ -115,7 +115,7 @@ def cut_runs(
                 num_items += 1
                 row += num_rows
             begin = end
-    return work[:num_items].copy(), blocks, tokens[:num_partials].copy(), rows.astype(np.int32)
+    return work[:num_items], blocks, tokens[:num_partials], rows.astype(np.int32)
 
 
 @jit()
