@@ -251,7 +251,7 @@ class Scheduler:
         self.running.clear()
         self.waiting.clear()
         self.twins.clear()
-        requests = {branch.request for branch in branches}
+        requests = dict.fromkeys(branch.request for branch in branches)
         for request in requests:
             runs = [branch.sequence in self.cache.sequences for branch in request.branches]
             if request.admission is None or (request.in_lockstep and not all(runs)):
@@ -269,7 +269,9 @@ class Scheduler:
     def release_unowned(self) -> None:
         """Release the sequences that an interrupt left with nobody."""
         owned = {branch.sequence for branch in self.running} | self.held.sequences()
-        for sequence in self.cache.sequences - owned:
+        unowned = self.cache.sequences - owned
+        # in an order that does not depend on addresses: who is released last is evicted last
+        for sequence in sorted(unowned, key=lambda s: (s.last_block.block_id, s.num_tokens)):
             sequence.release()
 
     def committed(self, branch: Branch) -> None:

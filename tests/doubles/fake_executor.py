@@ -98,7 +98,7 @@ class FakeExecutor:
             self._take_back(batch)
         else:
             requests = [item.branch.request for item in batch]
-            bad = {r for r in requests if fault is not None or r in not_finite}
+            bad = dict.fromkeys(r for r in requests if fault is not None or r in not_finite)
             well = [item for item in batch if item.branch.request not in bad]
             for item in well:
                 self._commit(item)

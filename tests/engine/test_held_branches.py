@@ -92,9 +92,9 @@ def test_rollback_goes_on_from_an_earlier_point(length: int) -> None:
     past = held.tokens.tolist()
     held.rollback(length)
     assert held.tokens.tolist() == past[:length]
-    request = engine.add([60], greedy(T), after=held)
+    request = engine.add([60, 61], greedy(T), after=held)
     rest = engine.add([60], greedy(T), after=other)
-    assert run(engine, request, rest) == [expected([*past[:length], 60]), expected([*past, 60])]
+    assert run(engine, request, rest) == [expected([*past[:length], 60, 61]), expected([*past, 60])]
     assert request.usage.num_cached_tokens == min(length, len(past) - 1)
     held.release()
     other.release()
