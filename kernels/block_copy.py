@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from prefixkv.kernels.pool_bounds import check_copies
+
 
 def copy_blocks(pool: Tensor, pairs: Sequence[tuple[int, int, int]]) -> None:
     """Copy the first num_slots slots of block src to block dst, all layers, in the given order.
@@ -18,12 +20,6 @@ def copy_blocks(pool: Tensor, pairs: Sequence[tuple[int, int, int]]) -> None:
 
     Raises: IndexError if a pair lies outside the pool; nothing was copied then.
     """
-    num_blocks, block_size = pool.shape[0], pool.shape[4]
-    for src, dst, num_slots in pairs:
-        if not (0 <= src < num_blocks and 0 <= dst < num_blocks and 0 <= num_slots <= block_size):
-            raise IndexError(
-                f"copy ({src}, {dst}, {num_slots}) exceeds {num_blocks} blocks of "
-                f"{block_size} slots"
-            )
+    check_copies(pool, pairs)
     for src, dst, num_slots in pairs:
         pool[dst, ..., :num_slots, :].copy_(pool[src, ..., :num_slots, :])

@@ -21,6 +21,7 @@ from prefixkv.kernels.jit import Bits
 from prefixkv.kernels.kv_write import write_kernel
 from prefixkv.kernels.plan import FINAL, ROW_CNT, Plan
 from prefixkv.kernels.plan_options import PlanOptions
+from prefixkv.kernels.pool_bounds import check_rows, check_slots
 
 # an item's tokens, at least: shorter ones gain nothing, longer ones share threads less evenly
 PLAN_CHUNK = 256
@@ -68,22 +69,10 @@ class CpuBackend:
 
     def write_kv(self, pool: Tensor, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
         """See `AttentionBackend.write_kv`."""
-        expected = (len(slots), pool.shape[3], pool.shape[5])
-        if (
-            key.shape != expected
-            or value.shape != expected
-            or not key.dtype == value.dtype == pool.dtype
-        ):
-            raise ValueError(
-                f"key {tuple(key.shape)} {key.dtype} and value {tuple(value.shape)} {value.dtype} "
-                f"must be {expected} {pool.dtype}"
-            )
-        indices = slots.numpy()
-        num_slots = pool.shape[0] * pool.shape[4]
-        if len(indices) and not (indices.min() >= 0 and indices.max() < num_slots):
-            raise IndexError(f"a slot is outside [0, {num_slots})")
+        check_rows(pool, key, value, len(slots))
+        check_slots(pool, slots)
         write_kernel(
-            _bits(pool), layer, _bits(key.contiguous()), _bits(value.contiguous()), indices
+            _bits(pool), layer, _bits(key.contiguous()), _bits(value.contiguous()), slots.numpy()
         )
 
     def copy_blocks(self, pool: Tensor, pairs: Sequence[tuple[int, int, int]]) -> None:

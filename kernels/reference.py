@@ -21,6 +21,7 @@ from prefixkv.kernels.plan import (
     TOK1,
     Plan,
 )
+from prefixkv.kernels.pool_bounds import check_slots
 
 
 class ReferenceBackend:
@@ -45,9 +46,7 @@ class ReferenceBackend:
 
     def write_kv(self, pool: Tensor, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
         """See `AttentionBackend.write_kv`."""
-        num_slots = pool.shape[0] * pool.shape[4]
-        if slots.numel() and not (int(slots.min()) >= 0 and int(slots.max()) < num_slots):
-            raise IndexError(f"a slot is outside [0, {num_slots})")
+        check_slots(pool, slots)
         blocks, offsets = slots // pool.shape[4], slots % pool.shape[4]
         pool[blocks, layer, 0, :, offsets] = key
         pool[blocks, layer, 1, :, offsets] = value

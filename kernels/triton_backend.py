@@ -11,6 +11,7 @@ from triton.runtime.jit import JITFunction
 
 from prefixkv.kernels.plan import Plan
 from prefixkv.kernels.plan_options import PlanOptions
+from prefixkv.kernels.pool_bounds import check_rows, check_slots
 from prefixkv.kernels.triton_attention import attend_items, attend_kernel, empty_partials
 from prefixkv.kernels.triton_block_copy import copy_blocks
 from prefixkv.kernels.triton_kv_write import write_slots
@@ -81,19 +82,9 @@ class TritonBackend:
         Raises: ValueError too, if rows have another shape or dtype than the pool's.
         """
         _check_device(pool)
-        expected = (len(slots), pool.shape[3], pool.shape[5])
-        if (
-            key.shape != expected
-            or value.shape != expected
-            or not key.dtype == value.dtype == pool.dtype
-        ):
-            raise ValueError(
-                f"key {tuple(key.shape)} {key.dtype} and value {tuple(value.shape)} {value.dtype} "
-                f"must be {expected} {pool.dtype}"
-            )
-        num_slots = pool.shape[0] * pool.shape[4]
-        if slots.is_cpu and len(slots) and not (slots.min() >= 0 and slots.max() < num_slots):
-            raise IndexError(f"a slot is outside [0, {num_slots})")
+        check_rows(pool, key, value, len(slots))
+        if slots.is_cpu:
+            check_slots(pool, slots)
         write_slots(pool[:, layer], _packed_heads(key), _packed_heads(value), slots.to(pool.device))
 
     def copy_blocks(self, pool: Tensor, pairs: Sequence[tuple[int, int, int]]) -> None:

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from prefixkv.kernels.pool_bounds import check_copies
+
 COPIED_ELEMENTS = 4096  # of a (layer, K or V, head) that one program copies
 
 
@@ -57,13 +59,8 @@ def copy_blocks(pool: Tensor, pairs: Sequence[tuple[int, int, int]]) -> None:
 
     Raises: IndexError if a pair lies outside the pool; nothing was copied then.
     """
-    num_blocks, num_layers, _, num_kv_heads, block_size, head_dim = pool.shape
-    for src, dst, num_slots in pairs:
-        if not (0 <= src < num_blocks and 0 <= dst < num_blocks and 0 <= num_slots <= block_size):
-            raise IndexError(
-                f"copy ({src}, {dst}, {num_slots}) exceeds {num_blocks} blocks of "
-                f"{block_size} slots"
-            )
+    check_copies(pool, pairs)
+    num_layers, _, num_kv_heads, block_size, head_dim = pool.shape[1:]
     block_d = triton.next_power_of_2(head_dim)
     block_s = min(triton.next_power_of_2(block_size), max(1, COPIED_ELEMENTS // block_d))
     for batch in independent_batches(pairs):
