@@ -15,7 +15,13 @@ from prefixkv.api.streaming import ChatChunks
 from prefixkv.api.unsupported import UNSUPPORTED_IN_CHATS, refuse_unsupported
 from prefixkv.errors import InvalidRequest
 
-_SHAPE = Shape("chatcmpl", chat_body, ChatChunks, lambda tokenizer, _: ChatLogprobs(tokenizer))
+_SHAPE = Shape(
+    "chatcmpl",
+    chat_body,
+    ChatChunks,
+    lambda tokenizer, _: ChatLogprobs(tokenizer),
+    scores_each_choice=False,
+)
 
 
 def chat_completions_router(service: Service) -> APIRouter:

@@ -32,16 +32,22 @@ class Shape:
     """How an endpoint dresses what the engine says.
 
     `logprobs` makes the encoder of a choice, from the tokenizer and what is told before it.
+    `prompt_logprobs` stand in each choice, or once beside them.
     """
 
     id_prefix: str
     body: Callable[[Envelope, Sequence[Completion], Callable[[int], LogprobsBody]], dict[str, Any]]
     chunks: Callable[[Envelope, Callable[[int], LogprobsBody]], Chunks]
     logprobs: Callable[[Tokenizer, str], LogprobsBody]
+    scores_each_choice: bool = True
 
 
 def _add_prompt_logprobs(
-    body: dict[str, Any], completions: Sequence[Completion], job: "Job", tokenizer: Tokenizer
+    body: dict[str, Any],
+    shape: Shape,
+    completions: Sequence[Completion],
+    job: "Job",
+    tokenizer: Tokenizer,
 ) -> None:
     """Put them where vLLM has them: in each choice of a completion, or beside those of a chat."""
     num_top = job.request.prompt_logprobs
@@ -51,7 +57,7 @@ def _add_prompt_logprobs(
         prompt_logprobs_body(completion.prompt_logprobs or (), num_top, tokenizer)
         for completion in completions
     ]
-    if body["object"] == "chat.completion":
+    if not shape.scores_each_choice:
         body["prompt_logprobs"] = told[0]
         return
     for choice in body["choices"]:
@@ -109,7 +115,7 @@ async def answer(service: Service, http_request: Request, job: Job, shape: Shape
         work = collect(deltas, len(job.prompts), job.params.n)
         completions = await unless_disconnected(http_request.receive, work)
         body = shape.body(envelope, completions, logprobs)
-        _add_prompt_logprobs(body, completions, job, service.engine.tokenizer)
+        _add_prompt_logprobs(body, shape, completions, job, service.engine.tokenizer)
         return json_response(body)
     first = await unless_disconnected(http_request.receive, _first(deltas))
     told = Told(

@@ -42,6 +42,18 @@ class Forest:
         lengths = (self.query_lens, self.context_lens, self.pool.shape[4])
         return build_plans(self.tables, *lengths, [window], options)[window]
 
+    def show_positions(self) -> None:
+        """Make scores equal and values one-hot, so that an output says what was attended to.
+
+        For one kv head, and contexts no longer than head_dim.
+        """
+        block_size, head_dim = self.pool.shape[4:]
+        self.query.zero_()
+        for table, length in zip(self.tables, self.context_lens, strict=True):
+            for position in range(length):
+                slot = self.pool[table[position // block_size], LAYER, 1, 0, position % block_size]
+                slot.copy_(torch.eye(head_dim)[position])
+
     def truth(self, window: int | None = None, softcap: float | None = None) -> Tensor:
         """Brute-force attention of all query rows in float64, from the sequences alone."""
         num_heads, head_dim = self.query.shape[1:]

@@ -114,11 +114,7 @@ def test_each_row_attends_to_exactly_its_window(
         contexts=[(-1, 0, n) for n in lengths],
         query_lens=[query_len] * len(lengths),
     )
-    forest.query.zero_()
-    for table, length in zip(forest.tables, lengths, strict=True):
-        for position in range(length):
-            slot = forest.pool[table[position // block_size], LAYER, 1, 0, position % block_size]
-            slot.copy_(torch.eye(head_dim)[position])
+    forest.show_positions()
     positions = torch.cat([torch.arange(n - query_len, n) for n in lengths])[:, None]
     columns = torch.arange(head_dim)
     for window in (None, 1, block_size - 1, block_size, block_size + 1, 64):
