@@ -15,7 +15,9 @@ from prefixkv.api.cli_options import (
     BackendOption,
     BlockSizeOption,
     DebugOption,
+    DeviceOption,
     DTypeOption,
+    GPUMemoryOption,
     KVCacheMemoryOption,
     LogLevel,
     MaxModelLenOption,
@@ -99,10 +101,12 @@ def serve(
     host: Annotated[str, typer.Option(envvar="PREFIXKV_HOST")] = "127.0.0.1",
     port: Annotated[int, typer.Option(envvar="PREFIXKV_PORT", min=0, max=65535)] = 8000,
     dtype: DTypeOption = "auto",
+    device: DeviceOption = "auto",
     max_model_len: MaxModelLenOption = None,
     block_size: BlockSizeOption = 16,
     num_blocks: NumBlocksOption = None,
     kv_cache_memory_bytes: KVCacheMemoryOption = None,
+    gpu_memory_utilization: GPUMemoryOption = 0.9,
     max_num_seqs: MaxNumSeqsOption = 64,
     max_num_batched_tokens: MaxNumBatchedTokensOption = 2048,
     max_queue: Annotated[
@@ -137,10 +141,12 @@ def serve(
     config = EngineConfig(
         model=choose_model(context, model_argument, model),
         dtype=dtype,
+        device=device,
         max_model_len=max_model_len,
         block_size=block_size,
         num_blocks=num_blocks,
         kv_cache_memory_bytes=kv_cache_memory_bytes,
+        gpu_memory_utilization=gpu_memory_utilization,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_waiting=max_queue,
@@ -181,10 +187,12 @@ def generate(
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos")] = False,
     seed: SeedOption = None,
     dtype: DTypeOption = "auto",
+    device: DeviceOption = "auto",
     max_model_len: MaxModelLenOption = None,
     block_size: BlockSizeOption = 16,
     num_blocks: NumBlocksOption = None,
     kv_cache_memory_bytes: KVCacheMemoryOption = None,
+    gpu_memory_utilization: GPUMemoryOption = 0.9,
     attention_backend: BackendOption = "auto",
     threads: ThreadsOption = None,
     debug: DebugOption = False,
@@ -193,10 +201,12 @@ def generate(
     config = EngineConfig(
         model=choose_model(context, None, model),
         dtype=dtype,
+        device=device,
         max_model_len=max_model_len,
         block_size=block_size,
         num_blocks=num_blocks,
         kv_cache_memory_bytes=kv_cache_memory_bytes,
+        gpu_memory_utilization=gpu_memory_utilization,
         attention_backend=attention_backend,
     )
     _set_threads(threads)
@@ -238,10 +248,12 @@ def info(
     model_argument: ModelArgument = None,
     model: ModelOption = None,
     dtype: DTypeOption = "auto",
+    device: DeviceOption = "auto",
     max_model_len: MaxModelLenOption = None,
     block_size: BlockSizeOption = 16,
     num_blocks: NumBlocksOption = None,
     kv_cache_memory_bytes: KVCacheMemoryOption = None,
+    gpu_memory_utilization: GPUMemoryOption = 0.9,
     debug: DebugOption = False,
 ) -> None:
     """Print the shape of a model and what its KV cache costs."""
@@ -252,10 +264,12 @@ def info(
     config = EngineConfig(
         model=choose_model(context, model_argument, model),
         dtype=dtype,
+        device=device,
         max_model_len=max_model_len,
         block_size=block_size,
         num_blocks=num_blocks,
         kv_cache_memory_bytes=kv_cache_memory_bytes,
+        gpu_memory_utilization=gpu_memory_utilization,
     )
     Console().print(summarize(config).table())
 

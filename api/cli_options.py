@@ -11,7 +11,7 @@ import typer
 from prefixkv.api.byte_size import parse_bytes
 from prefixkv.config import DEFAULT_MODEL
 
-Backend = Literal["auto", "cpu", "reference"]
+Backend = Literal["auto", "triton", "cpu", "reference"]
 DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 LogLevel = Literal["critical", "error", "warning", "info", "debug"]
 
@@ -96,6 +96,22 @@ KVCacheMemoryOption = Annotated[
         metavar="SIZE",
         envvar="PREFIXKV_KV_CACHE_MEMORY_BYTES",
         help="Memory of the pool, like 2G or 512M.",
+    ),
+]
+GPUMemoryOption = Annotated[
+    float,
+    typer.Option(
+        "--gpu-memory-utilization",
+        envvar="PREFIXKV_GPU_MEMORY_UTILIZATION",
+        help="Share of a GPU's memory for weights, a step and the pool together.",
+    ),
+]
+DeviceOption = Annotated[
+    str,
+    typer.Option(
+        envvar="PREFIXKV_DEVICE",
+        metavar="[auto|cpu|cuda|cuda:N]",
+        help="Of the model and the pool; auto takes a GPU if there is one.",
     ),
 ]
 MaxNumSeqsOption = Annotated[

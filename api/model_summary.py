@@ -58,13 +58,14 @@ def summarize(config: EngineConfig) -> ModelSummary:
     Raises:
         ModelError: it is not there or cannot be served.
     """
+    from prefixkv.device import choose_device
     from prefixkv.model import LanguageModel
-    from prefixkv.sizing import cache_shape, choose_num_blocks
+    from prefixkv.sizing import size_pool
 
-    model = LanguageModel.load(config.model, dtype=config.dtype, progress=True)
+    device = choose_device(config.device)
+    model = LanguageModel.load(config.model, dtype=config.dtype, device=device, progress=True)
     facts = model.facts
-    shape = cache_shape(facts, config.block_size)
-    num_blocks = choose_num_blocks(shape, config.num_blocks, config.kv_cache_memory_bytes)
+    shape, num_blocks, _ = size_pool(model, config, None)
     return ModelSummary(
         model=config.model,
         architecture=type(model.hf).__name__,

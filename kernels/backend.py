@@ -1,9 +1,10 @@
-"""The interface of attention backends, and which one serves a dtype."""
+"""The interface of attention backends, and which one serves a dtype on a device."""
 
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from prefixkv.kernels.cpu import CpuBackend
@@ -46,6 +47,22 @@ class AttentionBackend(Protocol):
         """
         ...
 
+    def upload(
+        self, pool: Tensor, num_heads: int, plans: Sequence[Plan], arrays: Sequence[NDArray[Any]]
+    ) -> list[Tensor]:
+        """Bring a step to the pool's device in one copy: arrays, and what it reads of the plans.
+
+        Any plan can be attended by without this; it then costs copies of its own.
+
+        Args:
+            num_heads: query heads of all that will attend.
+            plans: must not change as long as they are attended by.
+            arrays: see `upload_arrays`.
+
+        Returns: the arrays, on the device.
+        """
+        ...
+
     def write_kv(self, pool: Tensor, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
         """Write new tokens into their slots of one layer; nothing else of the pool changes.
 
@@ -53,7 +70,8 @@ class AttentionBackend(Protocol):
             key, value: [num_tokens, num_kv_heads, head_dim], dtype of the pool.
             slots: int64 [num_tokens], block_id * block_size + offset; no slot twice.
 
-        Raises: IndexError if a slot lies outside the pool; nothing was written then.
+        Raises: IndexError if a slot lies outside the pool; nothing was written then. (Slots on a
+            GPU are not looked at: a backend may skip those outside the pool instead.)
         """
         ...
 
@@ -81,21 +99,31 @@ class AttentionBackend(Protocol):
         ...
 
 
-def get_backend(name: BackendName, dtype: torch.dtype) -> AttentionBackend:
-    """Return the named backend, or with "auto" the fastest one that takes pools of `dtype`.
+def get_backend(
+    name: BackendName, dtype: torch.dtype, device: torch.device | None = None
+) -> AttentionBackend:
+    """Return the named backend, or with "auto" the fastest one that takes pools of `dtype` there.
 
-    "auto" is for pools on the CPU; "triton" is for pools on a CUDA device, or for CPU pools where
-    the environment holds TRITON_INTERPRET=1, for tests.
+    On a CUDA device that is "triton", and "reference" for float64; "cpu" reads pools on the CPU
+    only, and "triton" reads those where the environment holds TRITON_INTERPRET=1, for tests.
 
-    Raises: ValueError for an unknown name, a dtype that the named backend cannot take, or "triton"
-        where it cannot run.
+    Args:
+        device: of the pool; None is the CPU.
+
+    Raises: ValueError for an unknown name, a dtype that the named backend cannot take, or a backend
+        that cannot run there.
     """
     if name not in ("auto", "cpu", "reference", "triton"):
         raise ValueError(f"backend {name!r} is none of 'auto', 'cpu', 'reference', 'triton'")
+    on_cpu = device is None or device.type == "cpu"
+    if name == "auto" and not on_cpu:
+        name = "reference" if dtype == torch.float64 else "triton"
     if name == "triton":
-        return _triton_backend()
+        return _triton_backend(on_cpu)
     if name == "reference" or (name == "auto" and dtype not in CpuBackend.DTYPES):
         return ReferenceBackend()
+    if not on_cpu:
+        raise ValueError(f"the cpu backend cannot read a pool on {device}; use 'triton'")
     if dtype not in CpuBackend.DTYPES:
         raise ValueError(
             f"the cpu backend takes float32 and bfloat16, not {dtype}; use 'reference'"
@@ -103,12 +131,12 @@ def get_backend(name: BackendName, dtype: torch.dtype) -> AttentionBackend:
     return CpuBackend()
 
 
-def _triton_backend() -> AttentionBackend:
+def _triton_backend(on_cpu: bool) -> AttentionBackend:
     try:  # imported here because not every machine has it
         from prefixkv.kernels.triton_backend import INTERPRETED, TritonBackend
     except ImportError as error:
         raise ValueError(f"the triton backend cannot be imported: {error}") from None
-    if not INTERPRETED and not torch.cuda.is_available():
+    if on_cpu and not INTERPRETED:
         raise ValueError(
             "the triton backend needs a CUDA device, or TRITON_INTERPRET=1 set before Python starts"
         )

@@ -2,10 +2,12 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numba
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from prefixkv.kernels.block_copy import copy_blocks
@@ -22,6 +24,7 @@ from prefixkv.kernels.kv_write import write_kernel
 from prefixkv.kernels.plan import FINAL, ROW_CNT, Plan
 from prefixkv.kernels.plan_options import PlanOptions
 from prefixkv.kernels.pool_bounds import check_rows, check_slots
+from prefixkv.kernels.upload import upload_arrays
 
 # an item's tokens, at least: shorter ones gain nothing, longer ones share threads less evenly
 PLAN_CHUNK = 256
@@ -66,6 +69,12 @@ class CpuBackend:
             chunk_tokens=-(-PLAN_CHUNK // block_size) * block_size,
             fixed_chunks=True,
         )
+
+    def upload(
+        self, pool: Tensor, num_heads: int, plans: Sequence[Plan], arrays: Sequence[NDArray[Any]]
+    ) -> list[Tensor]:
+        """See `AttentionBackend.upload`; plans stay on the host."""
+        return upload_arrays(arrays, pool.device)
 
     def write_kv(self, pool: Tensor, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
         """See `AttentionBackend.write_kv`."""

@@ -5,8 +5,10 @@ name is ever read, and no row depends on another. Any dtype; slow on purpose.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from prefixkv.kernels.block_copy import copy_blocks
@@ -22,6 +24,7 @@ from prefixkv.kernels.plan import (
     Plan,
 )
 from prefixkv.kernels.pool_bounds import check_slots
+from prefixkv.kernels.upload import upload_arrays
 
 
 class ReferenceBackend:
@@ -44,9 +47,15 @@ class ReferenceBackend:
     ) -> None:
         """See `AttentionBackend.plan_options`; each row is computed alone, whatever the plan."""
 
+    def upload(
+        self, pool: Tensor, num_heads: int, plans: Sequence[Plan], arrays: Sequence[NDArray[Any]]
+    ) -> list[Tensor]:
+        """See `AttentionBackend.upload`; plans stay on the host."""
+        return upload_arrays(arrays, pool.device)
+
     def write_kv(self, pool: Tensor, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
         """See `AttentionBackend.write_kv`."""
-        check_slots(pool, slots)
+        check_slots(pool, slots.cpu())
         blocks, offsets = slots // pool.shape[4], slots % pool.shape[4]
         pool[blocks, layer, 0, :, offsets] = key
         pool[blocks, layer, 1, :, offsets] = value

@@ -4,8 +4,10 @@ Import this module only where triton is installed and can run; see `get_backend`
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
@@ -16,21 +18,22 @@ from prefixkv.kernels.triton_attention import attend_items, attend_kernel, empty
 from prefixkv.kernels.triton_block_copy import copy_blocks
 from prefixkv.kernels.triton_kv_write import write_slots
 from prefixkv.kernels.triton_merge import merge_partials
-from prefixkv.kernels.triton_plan import DevicePlan, upload_plan
+from prefixkv.kernels.triton_plan import DevicePlan, TiledPlan, upload_plan
 from prefixkv.kernels.triton_tiles import choose_tiles
+from prefixkv.kernels.upload import upload_arrays
 
 # decided when the kernels were decorated, whatever the environment says now
 INTERPRETED = not isinstance(attend_kernel, JITFunction)
 # an item's tokens; not tuned, as no GPU was there
 PLAN_CHUNK = 512
-_REMEMBERED = 8  # plans; a step has one for each distinct window
+_REMEMBERED = 8  # plans that came without `upload`
 
 
 class TritonBackend:
     """Implements `prefixkv.kernels.backend.AttentionBackend` for bfloat16, float16 and float32.
 
-    A plan is uploaded when a layer first attends by it, and kept for the layers after it; its
-    arrays must not change meanwhile. Not safe for use by several threads at once.
+    Plans are on the device from `upload` until the next one; `attend` uploads one that is not
+    there. Its arrays must not change meanwhile. Not safe for use by several threads at once.
     """
 
     name = "triton"
@@ -72,6 +75,22 @@ class TritonBackend:
             chunk_tokens=-(-PLAN_CHUNK // block_size) * block_size,
             fixed_chunks=True,
         )
+
+    def upload(
+        self, pool: Tensor, num_heads: int, plans: Sequence[Plan], arrays: Sequence[NDArray[Any]]
+    ) -> list[Tensor]:
+        """See `AttentionBackend.upload`. Expects queries of the pool's dtype."""
+        group = num_heads // pool.shape[3]
+        tiles = choose_tiles(pool.dtype, pool.shape[5], group)
+        tiled = [TiledPlan.cut(plan, group, tiles) for plan in plans]
+        sent = upload_arrays([*arrays, *(a for plan in tiled for a in plan.arrays)], pool.device)
+        num_arrays = len(arrays)
+        self._plans.clear()
+        for i, one in enumerate(tiled):
+            first = num_arrays + i * len(one.arrays)
+            placed = one.on_device(sent[first : first + len(one.arrays)])
+            self._plans[_plan_key(one.plan, pool, group, pool.dtype)] = one.plan, placed
+        return sent[:num_arrays]
 
     def write_kv(self, pool: Tensor, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
         """See `AttentionBackend.write_kv`.
@@ -128,13 +147,17 @@ class TritonBackend:
         return out
 
     def _on_device(self, plan: Plan, pool: Tensor, group: int, dtype: torch.dtype) -> DevicePlan:
-        key = (id(plan), (pool.device, group, pool.shape[5], dtype))
+        key = _plan_key(plan, pool, group, dtype)
         if key not in self._plans:
             while len(self._plans) >= _REMEMBERED:
                 del self._plans[next(iter(self._plans))]
             tiles = choose_tiles(dtype, pool.shape[5], group)
             self._plans[key] = (plan, upload_plan(plan, group, tiles, pool.device))
         return self._plans[key][1]
+
+
+def _plan_key(plan: Plan, pool: Tensor, group: int, dtype: torch.dtype) -> tuple[int, object]:
+    return id(plan), (pool.device, group, pool.shape[5], dtype)
 
 
 def _check_device(pool: Tensor) -> None:

@@ -6,12 +6,13 @@ reading or writing what it writes or by writing what it reads, wait for a later 
 
 from collections.abc import Sequence
 
-import torch
+import numpy as np
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from prefixkv.kernels.pool_bounds import check_copies
+from prefixkv.kernels.upload import upload_array
 
 COPIED_ELEMENTS = 4096  # of a (layer, K or V, head) that one program copies
 
@@ -67,7 +68,7 @@ def copy_blocks(pool: Tensor, pairs: Sequence[tuple[int, int, int]]) -> None:
         grid = (len(batch), num_layers * 2 * num_kv_heads, triton.cdiv(block_size, block_s))
         copy_kernel[grid](
             pool,
-            torch.tensor(batch, dtype=torch.int32, device=pool.device),
+            upload_array(np.array(batch, np.int32), pool.device),
             *pool.stride()[:5],
             NUM_KV_HEADS=num_kv_heads,
             HEAD_DIM=head_dim,

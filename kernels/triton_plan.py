@@ -5,8 +5,9 @@ once a step. Each cut keeps only the part of the run that its rows see: the kern
 skip, whatever the window.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from prefixkv.kernels.plan import (
     Plan,
 )
 from prefixkv.kernels.triton_tiles import Tile
+from prefixkv.kernels.upload import upload_arrays
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,37 +54,67 @@ class DevicePlan:
     largest_block: int
 
 
+@dataclass(frozen=True, slots=True)
+class TiledPlan:
+    """A plan cut into row tiles, still on the host.
+
+    Attributes:
+        arrays: in the order of `DevicePlan`'s tensors.
+    """
+
+    plan: Plan
+    tiles: tuple[Tile, Tile]
+    arrays: tuple[Int32Array, ...]
+
+    @classmethod
+    def cut(cls, plan: Plan, group: int, tiles: tuple[Tile, Tile]) -> Self:
+        """Cut a plan.
+
+        Args:
+            group: query heads of one kv head.
+            tiles: for items of few and of many rows; an item is "few" if one such tile holds it.
+        """
+        few, many = (tile.rows // group for tile in tiles)
+        is_few = plan.work[:, ROW_CNT] <= few
+        arrays = (
+            tile_rows(plan, plan.work[is_few], few),
+            tile_rows(plan, plan.work[~is_few], many),
+            plan.rows,
+            plan.positions,
+            plan.blocks,
+            np.flatnonzero(np.diff(plan.merge_indptr)).astype(np.int32),
+            plan.merge_indptr,
+            plan.merge_slots,
+        )
+        return cls(plan, tiles, arrays)
+
+    def on_device(self, tensors: Sequence[Tensor]) -> DevicePlan:
+        """The plan, with its arrays where the kernels run."""
+        few_rows, many_rows, rows, positions, blocks, merged, indptr, slots = tensors
+        return DevicePlan(
+            few_rows=few_rows,
+            many_rows=many_rows,
+            few_rows_tile=self.tiles[0],
+            many_rows_tile=self.tiles[1],
+            rows=rows,
+            positions=positions,
+            blocks=blocks,
+            merged_tokens=merged,
+            merge_indptr=indptr,
+            merge_slots=slots,
+            num_partials=self.plan.num_partials,
+            window=self.plan.window,
+            smallest_block=int(self.plan.blocks.min(initial=0)),
+            largest_block=int(self.plan.blocks.max(initial=-1)),
+        )
+
+
 def upload_plan(
     plan: Plan, group: int, tiles: tuple[Tile, Tile], device: torch.device
 ) -> DevicePlan:
-    """Cut a plan into row tiles and copy it to the device.
-
-    Args:
-        group: query heads of one kv head.
-        tiles: for items of few and of many rows; an item is "few" if one such tile holds it.
-    """
-
-    def upload(array: Int32Array) -> Tensor:
-        return torch.tensor(array, device=device)
-
-    few_tile, many_tile = tiles
-    is_few = plan.work[:, ROW_CNT] <= few_tile.rows // group
-    return DevicePlan(
-        few_rows=upload(tile_rows(plan, plan.work[is_few], few_tile.rows // group)),
-        many_rows=upload(tile_rows(plan, plan.work[~is_few], many_tile.rows // group)),
-        few_rows_tile=few_tile,
-        many_rows_tile=many_tile,
-        rows=upload(plan.rows),
-        positions=upload(plan.positions),
-        blocks=upload(plan.blocks),
-        merged_tokens=upload(np.flatnonzero(np.diff(plan.merge_indptr)).astype(np.int32)),
-        merge_indptr=upload(plan.merge_indptr),
-        merge_slots=upload(plan.merge_slots),
-        num_partials=plan.num_partials,
-        window=plan.window,
-        smallest_block=int(plan.blocks.min(initial=0)),
-        largest_block=int(plan.blocks.max(initial=-1)),
-    )
+    """Cut one plan, and copy it to the device; see `TiledPlan.cut`."""
+    tiled = TiledPlan.cut(plan, group, tiles)
+    return tiled.on_device(upload_arrays(tiled.arrays, device))
 
 
 def tile_rows(plan: Plan, work: Int32Array, most_rows: int) -> Int32Array:

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface
 
 NAME = "prefixkv"
 PROBE_NAME = "prefixkv_probe"
@@ -102,10 +101,7 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.squeeze(0).transpose(0, 1)
 
 
-def _no_mask(*_: Any, **__: Any) -> None:
-    """Who sees whom is for the `AttentionStep` to know."""
-
-
 for _name, _function in ((NAME, _attend), (PROBE_NAME, _record)):
+    # without a mask function of the same name no mask is made, and the device is not waited for to
+    # make it; who sees whom is for the `AttentionStep` to know
     AttentionInterface.register(_name, _function)
-    AttentionMaskInterface.register(_name, _no_mask)

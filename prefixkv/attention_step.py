@@ -14,16 +14,10 @@ class StepAttention:
     """Writes each layer's new K and V, then attends by the plan of that layer's window.
 
     Built once a step, passed through the model, and dropped. Each layer is attended to once.
-
-    Attributes:
-        finite_rows: bool [num_tokens] once the last layer has run, None before: whether all of a
-            token's K and V is finite, in every layer. (An infinite key of an early layer may give
-            a score of -inf, hence a weight of 0: later layers need not show it.)
+    Nothing of it waits for the device, but for `find_finite_rows`.
     """
 
-    __slots__ = (
-        "_backend", "_kv_cache", "_layer_windows", "_plans", "_slots", "_total", "finite_rows",
-    )  # fmt: skip
+    __slots__ = ("_backend", "_kv_cache", "_layer_windows", "_plans", "_slots", "_total")
 
     def __init__(
         self,
@@ -36,7 +30,8 @@ class StepAttention:
         """Bind the step's tokens to their slots.
 
         Args:
-            slots: int64 [num_tokens], block_id * block_size + offset of each query token.
+            slots: int64 [num_tokens], block_id * block_size + offset of each query token; on the
+                device of the pool.
             plans: one per distinct window; None is full attention.
             layer_windows: the window of each layer.
 
@@ -52,8 +47,7 @@ class StepAttention:
         self._slots = slots
         self._plans = plans
         self._layer_windows = layer_windows
-        self._total = torch.zeros((), dtype=torch.float64)
-        self.finite_rows: Tensor | None = None
+        self._total = torch.zeros((), dtype=torch.float64, device=kv_cache.pool.device)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Write the layer's K and V of this step, then attend to all that its window sees.
@@ -68,14 +62,17 @@ class StepAttention:
         pool = self._kv_cache.pool
         self._backend.write_kv(pool, layer, key, value, self._slots)
         self._total += key.sum(dtype=torch.float32) + value.sum(dtype=torch.float32)
-        if layer == len(self._layer_windows) - 1:
-            self.finite_rows = self._find_finite_rows()
         return self._backend.attend(
             pool, layer, query, self._plans[self._layer_windows[layer]], scale
         )
 
-    def _find_finite_rows(self) -> Tensor:
-        """Look at single rows only if the sum over everything says that there is something."""
+    def find_finite_rows(self) -> Tensor:
+        """Return bool [num_tokens]: whether all of a token's K and V is finite, in every layer.
+
+        To be asked when all layers have run. An infinite key of an early layer may give a score of
+        -inf, hence a weight of 0: later layers need not show it. Single rows are looked at only if
+        the sum over everything says that there is something.
+        """
         if torch.isfinite(self._total):
             return torch.ones(len(self._slots), dtype=torch.bool)
         block_size = self._kv_cache.shape.block_size

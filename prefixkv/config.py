@@ -60,11 +60,13 @@ class EngineConfig:
         max_model_len: tokens of one request; None means the model's context, or the pool if that
             is smaller.
         block_size: tokens a block.
+        device: of the model and the pool: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:N".
         num_blocks: size of the pool; None means `kv_cache_memory_bytes`.
-        kv_cache_memory_bytes: size of the pool; None means a quarter of the free memory.
+        kv_cache_memory_bytes: size of the pool; None means a quarter of the free memory on a CPU,
+            and `gpu_memory_utilization` on a GPU.
+        gpu_memory_utilization: share of a GPU's memory for weights, a step and the pool together.
         enable_prefix_caching: False computes every prompt anew.
-        attention_backend: "auto", "cpu" or "reference"; "triton" only where its kernels are
-            interpreted, for tests: the engine's pool is on the CPU.
+        attention_backend: "auto" (the fastest on the device), "triton", "cpu" or "reference".
         seed: of the seeds of requests that have none; None draws it at random.
 
     The others are those of `SchedulerConfig`.
@@ -72,10 +74,12 @@ class EngineConfig:
 
     model: str = DEFAULT_MODEL
     dtype: str = "auto"
+    device: str = "auto"
     max_model_len: int | None = None
     block_size: int = 16
     num_blocks: int | None = None
     kv_cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     max_prefill_chunk: int | None = None
@@ -89,6 +93,10 @@ class EngineConfig:
         for name in ("num_blocks", "kv_cache_memory_bytes", "max_model_len"):
             if getattr(self, name) is not None:
                 require_positive(name, getattr(self, name))
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(
+                f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must be in (0, 1]"
+            )
         if self.num_blocks is not None and self.kv_cache_memory_bytes is not None:
             raise ConfigError(
                 f"num_blocks ({self.num_blocks}) and kv_cache_memory_bytes "

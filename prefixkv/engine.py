@@ -9,7 +9,6 @@ import logging
 import random
 from collections import Counter
 from dataclasses import asdict, replace
-from typing import cast
 
 import numpy as np
 import torch
@@ -23,6 +22,7 @@ from prefixkv.admission import (
 from prefixkv.attention_step import StepAttention
 from prefixkv.beam_search import BeamSearch
 from prefixkv.config import EngineConfig
+from prefixkv.device import choose_backend, choose_device
 from prefixkv.errors import (
     ConfigError,
     InvalidRequest,
@@ -32,11 +32,10 @@ from prefixkv.errors import (
 from prefixkv.hashing import Tokens, pack_tokens
 from prefixkv.held_branch import HeldBranch
 from prefixkv.identity import ModelIdentity
-from prefixkv.kernels.backend import AttentionBackend, BackendName, get_backend
 from prefixkv.kernels.planner import compile_planner
 from prefixkv.kv_cache import KVCache
 from prefixkv.logits_rules import compile_rules
-from prefixkv.model import LanguageModel, ModelFacts
+from prefixkv.model import LanguageModel
 from prefixkv.outputs import OutputDelta
 from prefixkv.prefix_cache import PrefixCache
 from prefixkv.prompt_logprobs import keep
@@ -45,7 +44,7 @@ from prefixkv.request_output import RequestOutput
 from prefixkv.sampling import Sampled, Sampler
 from prefixkv.sampling_params import MAX_SEED, SamplingParams
 from prefixkv.scheduler import ScheduledBranch, Scheduler
-from prefixkv.sizing import cache_shape, choose_num_blocks, describe
+from prefixkv.sizing import describe, size_pool
 from prefixkv.step_inputs import StepInputs, build_inputs
 from prefixkv.step_results import StepResult, read_logits
 from prefixkv.tokenizer import Tokenizer
@@ -57,6 +56,7 @@ class Engine:
     """Runs one model over one pool; single-threaded.
 
     Attributes:
+        device: of the model and the pool.
         max_model_len: prompt and output tokens of one request, at most.
         num_steps: steps run so far, failed ones included.
         num_computed_tokens: tokens that went through the model.
@@ -71,17 +71,15 @@ class Engine:
         self.model = model
         self.tokenizer: Tokenizer = model.tokenizer
         self.config = config
-        self.backend = choose_backend(facts, config.attention_backend)
+        self.device = _device_of(model, config)
+        self.backend = choose_backend(facts, config.attention_backend, self.device)
         self._plan_options = self.backend.plan_options(
             facts.dtype, facts.head_dim, facts.num_heads, facts.num_kv_heads, config.block_size
         )
         if self._plan_options is not None:
             compile_planner()
-        shape = cache_shape(facts, config.block_size)
-        num_blocks = choose_num_blocks(shape, config.num_blocks, config.kv_cache_memory_bytes)
-        self.kv_cache = KVCache.allocate(shape, num_blocks)
-        size_is_ours = config.num_blocks is None and config.kv_cache_memory_bytes is None
-        reason = " (a quarter of the free memory)" if size_is_ours else ""
+        shape, num_blocks, reason = size_pool(model, config, self._plan_options)
+        self.kv_cache = KVCache.allocate(shape, num_blocks, self.device)
         logger.info("%s%s", describe(shape, num_blocks), reason)
         self.cache = PrefixCache(
             self.kv_cache.num_blocks, config.block_size, enabled=config.enable_prefix_caching
@@ -114,7 +112,10 @@ class Engine:
             ModelError: if it cannot be loaded, or not be served right.
             ConfigError: if an option cannot be honoured.
         """
-        model = LanguageModel.load(config.model, dtype=config.dtype, progress=progress)
+        device = choose_device(config.device)
+        model = LanguageModel.load(
+            config.model, dtype=config.dtype, device=device, progress=progress
+        )
         return cls(model, config)
 
     def _settle_length(self) -> int:
@@ -341,21 +342,26 @@ class Engine:
         inputs = build_inputs(
             batch, self.cache.block_size, self.model.facts.windows, self._plan_options
         )
+        pool, windows = self.kv_cache.pool, self.model.facts.windows
         copies = self.cache.pending_copies
-        self.kv_cache.copy_blocks(
-            [(c.source.block_id, c.target.block_id, c.num_slots) for c in copies]
+        self.backend.copy_blocks(
+            pool, [(c.source.block_id, c.target.block_id, c.num_slots) for c in copies]
         )
         self.cache.pool.finish_copies()
-        attention = StepAttention(
-            self.kv_cache, self.backend, inputs.slots, inputs.plans, self.model.facts.windows
+        token_ids, positions, slots, logits_rows = self.backend.upload(
+            pool,
+            self.model.facts.num_heads,
+            list(inputs.plans.values()),
+            (inputs.token_ids, inputs.positions, inputs.slots, inputs.logits_rows),
         )
-        logits = self.model.forward(
-            inputs.token_ids, inputs.positions, attention, inputs.logits_rows
-        )
-        self.num_computed_tokens += len(inputs.token_ids)
-        assert attention.finite_rows is not None
-        healthy = _all_by_branch(attention.finite_rows, inputs)
-        return read_logits(batch, healthy, logits, self._sampler, self._missing_branches)
+        attention = StepAttention(self.kv_cache, self.backend, slots, inputs.plans, windows)
+        logits = self.model.forward(token_ids, positions, attention, logits_rows)
+        self.num_computed_tokens += len(token_ids)
+
+        def find_healthy() -> list[bool]:
+            return _all_by_branch(attention.find_finite_rows(), inputs)
+
+        return read_logits(batch, find_healthy, logits, self._sampler, self._missing_branches)
 
     def _commit(self, item: ScheduledBranch, result: StepResult) -> None:
         request, sequence = item.branch.request, item.sequence
@@ -510,16 +516,12 @@ class Engine:
             )
 
 
-def choose_backend(facts: ModelFacts, name: str) -> AttentionBackend:
-    """Return the attention backend of that name; ConfigError if it cannot serve the model."""
-    try:
-        backend = get_backend(cast(BackendName, name), facts.dtype)
-    except ValueError as error:
-        raise ConfigError(f"attention_backend: {error}") from None
-    reason = backend.supports(facts.dtype, facts.head_dim, facts.num_heads, facts.num_kv_heads)
-    if reason is not None:
-        raise ConfigError(f"attention_backend: {reason}")
-    return backend
+def _device_of(model: LanguageModel, config: EngineConfig) -> torch.device:
+    """Return where the model is. Raises ConfigError if it is to be somewhere else."""
+    wanted = model.device if config.device == "auto" else choose_device(config.device)
+    if (wanted.type, wanted.index or 0) != (model.device.type, model.device.index or 0):
+        raise ConfigError(f"device is {config.device!r}, but the model is on {model.device}")
+    return model.device
 
 
 def _all_by_branch(rows: torch.Tensor, inputs: StepInputs) -> list[bool]:

@@ -7,7 +7,6 @@ checksumming or moving it elsewhere is one copy. Who may read which slot is not 
 nobody wrote holds anything, and plans never name it. Block 0 is the padding block.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -17,7 +16,6 @@ from torch import Tensor
 
 from prefixkv.config import require_block_size
 from prefixkv.errors import ConfigError
-from prefixkv.kernels.block_copy import copy_blocks
 
 # the padding block and one to use
 MIN_BLOCKS = 2
@@ -89,22 +87,34 @@ class KVCache:
         self.shape = shape
 
     @classmethod
-    def allocate(cls, shape: KVCacheShape, num_blocks: int) -> Self:
+    def allocate(
+        cls, shape: KVCacheShape, num_blocks: int, device: torch.device | None = None
+    ) -> Self:
         """Reserve `num_blocks` blocks; their content is undefined.
+
+        Args:
+            device: None is the CPU.
 
         Raises: ConfigError if there are fewer than MIN_BLOCKS, or they exceed the free memory.
         """
+        device = device or torch.device("cpu")
         if num_blocks < MIN_BLOCKS:
             raise ConfigError(f"num_blocks is {num_blocks}; it must be at least {MIN_BLOCKS}")
         needed_bytes = num_blocks * shape.block_bytes
-        available_bytes = psutil.virtual_memory().available
+        available_bytes = _available_bytes(device)
         if needed_bytes > available_bytes:
             raise ConfigError(
                 f"{num_blocks} blocks of {shape.block_bytes} bytes need "
                 f"{needed_bytes / _GIB:.2f} GiB; {available_bytes / _GIB:.2f} GiB are available"
             )
         sizes = (num_blocks, shape.num_layers, 2, shape.num_kv_heads)
-        pool = torch.empty(*sizes, shape.block_size, shape.head_dim, dtype=shape.dtype)
+        pool = torch.empty(
+            *sizes,
+            shape.block_size,
+            shape.head_dim,
+            dtype=shape.dtype,
+            device=device,
+        )
         return cls(pool, shape)
 
     @property
@@ -116,9 +126,8 @@ class KVCache:
         """Overwrite every slot; for tests that nothing unwritten is read."""
         self.pool.fill_(value)
 
-    def copy_blocks(self, pairs: Sequence[tuple[int, int, int]]) -> None:
-        """Copy (src, dst, num_slots) one after the other: the first slots of src onto those of dst.
 
-        Raises: IndexError if a pair lies outside the pool; nothing was copied then.
-        """
-        copy_blocks(self.pool, pairs)
+def _available_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return psutil.virtual_memory().available

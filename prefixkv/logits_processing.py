@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from prefixkv.kernels.upload import upload_array, upload_arrays
 from prefixkv.logits_rules import LogitsRules
 
 Ids = np.ndarray[tuple[int], np.dtype[np.int64]]
@@ -49,7 +50,7 @@ def _add_bias(scores: torch.Tensor, rows: Sequence[RuledRow]) -> None:
     if biased:
         cells = _cells(biased, [np.array(row.rules.bias_ids) for row in biased], scores.device)
         bias = np.concatenate([np.array(row.rules.bias) for row in biased])
-        scores[cells] += torch.from_numpy(bias).to(scores)
+        scores[cells] += upload_array(bias, scores.device).to(scores.dtype)
 
 
 def _penalise_repetition(scores: torch.Tensor, rows: Sequence[RuledRow]) -> None:
@@ -75,7 +76,8 @@ def _penalise_output(scores: torch.Tensor, rows: Sequence[RuledRow]) -> None:
         return
     tokens = [ids for ids, _ in counted]
     cells = _cells(rows, tokens, scores.device)
-    counts = torch.from_numpy(np.concatenate([counts for _, counts in counted])).to(scores)
+    occurrences = np.concatenate([counts for _, counts in counted])
+    counts = upload_array(occurrences, scores.device).to(scores.dtype)
     frequency = _each([row.rules.frequency_penalty for row in rows], tokens, scores)
     presence = _each([row.rules.presence_penalty for row in rows], tokens, scores)
     scores[cells] = scores[cells] - frequency * counts - presence
@@ -83,7 +85,7 @@ def _penalise_output(scores: torch.Tensor, rows: Sequence[RuledRow]) -> None:
 
 def _keep_allowed(row: torch.Tensor, rules: LogitsRules) -> None:
     if rules.allowed_ids:
-        ids = torch.frombuffer(rules.allowed_ids, dtype=torch.int64).to(row.device)
+        ids = upload_array(np.frombuffer(rules.allowed_ids, np.int64), row.device)
         kept = row[ids]
         row.fill_(-torch.inf)
         row[ids] = kept
@@ -102,10 +104,11 @@ def _cells(
     """Return the rows and the columns of all `ids`, which are given by row."""
     indices = np.repeat([row.row for row in rows], [len(one) for one in ids])
     columns = np.concatenate(ids)
-    return torch.from_numpy(indices).to(device), torch.from_numpy(columns).to(device)
+    row_ids, token_ids = upload_arrays([indices, columns], device)
+    return row_ids, token_ids
 
 
 def _each(numbers: Sequence[float], ids: Sequence[Ids], like: torch.Tensor) -> torch.Tensor:
     """Return the number of each row once for each of its ids."""
     repeated = np.repeat(np.array(numbers, np.float64), [len(one) for one in ids])
-    return torch.from_numpy(repeated).to(like)
+    return upload_array(repeated, like.device).to(like.dtype)

@@ -88,6 +88,11 @@ class LanguageModel:
             sampling_defaults=_sampling_defaults(hf_model),
         )
 
+    @property
+    def device(self) -> torch.device:
+        """Where its weights are."""
+        return self.hf.device
+
     @classmethod
     def load(
         cls,
@@ -149,7 +154,8 @@ class LanguageModel:
         """Run one packed batch through all layers.
 
         Args:
-            token_ids: [num_tokens] int64, the tokens of all sequences one after another.
+            token_ids: [num_tokens] int64, the tokens of all sequences one after another; like all
+                else on the model's device.
             positions: [num_tokens] int64, each token's index in its own sequence.
             attention: called once per layer, in order.
             logits_rows: [num_rows] int64, the tokens whose logits are wanted; only these go

@@ -7,14 +7,16 @@ order of likelihood, logits that differ in their last bits move the draw by as l
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from prefixkv.kernels.upload import upload_array
 from prefixkv.logits_processing import RuledRow, apply_rules
 from prefixkv.logits_rules import LogitsRules
-from prefixkv.logprobs import likeliest, token_logprobs
+from prefixkv.logprobs import LogprobRows, likeliest, rows_of_logprobs
 from prefixkv.outputs import TokenLogprobs
 from prefixkv.sampling_params import SamplingParams
 
@@ -58,35 +60,69 @@ class Sampled(NamedTuple):
     logprobs: TokenLogprobs | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """Tokens chosen on the device; `read` brings them to the host.
+
+    Attributes:
+        tokens: int64 [num_rows].
+        ruled, is_stuck: rows that rules apply to, and bool [len(ruled)]: whether these leave
+            nothing to choose; the token is anything then.
+        told: indices of the rows whose log-probabilities are wanted.
+        logprobs: those; None if there are none.
+    """
+
+    tokens: torch.Tensor
+    ruled: Sequence[int]
+    is_stuck: torch.Tensor
+    told: Sequence[int]
+    logprobs: LogprobRows | None
+
+    def read(self) -> list[Sampled]:
+        """Wait for the device."""
+        flags = self.is_stuck.tolist() if len(self.ruled) else []
+        stuck = {i for i, is_stuck in zip(self.ruled, flags, strict=True) if is_stuck}
+        rows = self.logprobs.read() if self.logprobs is not None else []
+        logprobs = dict(zip(self.told, rows, strict=True))
+        return [
+            Sampled(None) if i in stuck else Sampled(token, logprobs.get(i))
+            for i, token in enumerate(self.tokens.tolist())
+        ]
+
+
 class Sampler:
     """Chooses one token per row of logits. Holds no state."""
 
     def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
-        """Choose one token per row.
+        """Draw one token per row, and wait for them."""
+        return self.draw(logits, rows).read()
+
+    def draw(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> Draws:
+        """Choose one token per row; does not wait for the device.
 
         First the row's rules apply, as `logits_processing` says. Then greedy rows take the
         likeliest token, the lowest id among equals; the others apply temperature, min_p, top_k
         and top_p, in this order, and draw.
 
         Args:
-            logits: [num_rows, vocab_size], any float dtype and device; read only.
-                Requires: finite.
+            logits: [num_rows, vocab_size], any float dtype and device; read only. A row that is
+                not finite gives any token, and does not touch the others.
             rows: one per row of `logits`.
         """
         assert logits.shape[0] == len(rows), (logits.shape, len(rows))
         if not rows:
-            return []
-        scores, stuck = _under_rules(logits, rows)
+            nothing = torch.empty(0, dtype=torch.int64)
+            return Draws(nothing, (), nothing, (), None)
+        ruled = [i for i, row in enumerate(rows) if _has_rules(row)]
+        scores, is_stuck = _under_rules(logits, rows, ruled)
         tokens = torch.argmax(scores, dim=-1)
-        drawn = [i for i, row in enumerate(rows) if not row.params.is_greedy and i not in stuck]
+        drawn = [i for i, row in enumerate(rows) if not row.params.is_greedy]
         if drawn:
-            picked = torch.tensor(drawn, device=logits.device)
+            picked = _on_device(drawn, logits)
             tokens[picked] = _draw(scores[picked], [rows[i] for i in drawn])
-        logprobs = _wanted_logprobs(logits, tokens, rows)
-        return [
-            Sampled(None) if i in stuck else Sampled(token, logprobs.get(i))
-            for i, token in enumerate(tokens.tolist())
-        ]
+        told = [i for i, row in enumerate(rows) if row.num_top_logprobs is not None]
+        logprobs = _wanted_logprobs(logits, tokens, rows, told) if told else None
+        return Draws(tokens, ruled, is_stuck, told, logprobs)
 
 
 def kept_weights(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
@@ -116,34 +152,34 @@ def uniform(seed: int, branch: int, position: int) -> float:
     return (bits >> 11) * 2.0**-53
 
 
+def _has_rules(row: SamplingRow) -> bool:
+    num_output_tokens = len(row.tokens) - row.num_prompt_tokens
+    return row.rules is not None and row.rules.apply_after(num_output_tokens)
+
+
 def _under_rules(
-    logits: torch.Tensor, rows: Sequence[SamplingRow]
-) -> tuple[torch.Tensor, set[int]]:
-    """Return the logits after the rules, and the rows in which these leave nothing to choose."""
-    ruled = [
-        RuledRow(i, row.rules, row.tokens, row.num_prompt_tokens)
-        for i, row in enumerate(rows)
-        if row.rules is not None and row.rules.apply_after(len(row.tokens) - row.num_prompt_tokens)
-    ]
+    logits: torch.Tensor, rows: Sequence[SamplingRow], ruled: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the logits after the rules; and of the ruled rows, whether these exclude all."""
     if not ruled:
-        return logits, set()
+        return logits, torch.empty(0, dtype=torch.bool)
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
-    apply_rules(scores, ruled)
-    indices = [row.row for row in ruled]
-    best = scores[indices].amax(dim=-1).tolist()
-    return scores, {i for i, score in zip(indices, best, strict=True) if score == -torch.inf}
+    for_rules = []
+    for i in ruled:
+        rules = rows[i].rules
+        assert rules is not None
+        for_rules.append(RuledRow(i, rules, rows[i].tokens, rows[i].num_prompt_tokens))
+    apply_rules(scores, for_rules)
+    return scores, scores[_on_device(ruled, scores)].amax(dim=-1) == -torch.inf
 
 
 def _wanted_logprobs(
-    logits: torch.Tensor, tokens: torch.Tensor, rows: Sequence[SamplingRow]
-) -> dict[int, TokenLogprobs]:
-    """Return by row what is wanted; of the model's own logits, which no parameter changed."""
-    num_top = {i: n for i, row in enumerate(rows) if (n := row.num_top_logprobs) is not None}
-    if not num_top:
-        return {}
-    picked = torch.tensor(list(num_top), device=logits.device)
-    told = token_logprobs(logits[picked], tokens[picked], list(num_top.values()))
-    return dict(zip(num_top, told, strict=True))
+    logits: torch.Tensor, tokens: torch.Tensor, rows: Sequence[SamplingRow], told: Sequence[int]
+) -> LogprobRows:
+    """Return what is wanted of some rows; of the model's own logits, which no parameter changed."""
+    picked = _on_device(told, logits)
+    num_top = [rows[i].num_top_logprobs or 0 for i in told]
+    return rows_of_logprobs(logits[picked], tokens[picked], num_top)
 
 
 def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
@@ -154,7 +190,8 @@ def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     # rounding must not carry the target up to the total, where no token is left to take
     below_total = torch.nextafter(total, torch.zeros_like(total))
     target = torch.minimum(_column(uniforms, total) * total, below_total)
-    return torch.searchsorted(cumulative, target, right=True).squeeze(-1)
+    tokens = torch.searchsorted(cumulative, target, right=True).squeeze(-1)
+    return tokens.clamp_(max=logits.shape[-1] - 1)  # weights that are not numbers end beyond
 
 
 def _drop_below_top_k(scores: torch.Tensor, top_k: Sequence[int]) -> None:
@@ -163,10 +200,10 @@ def _drop_below_top_k(scores: torch.Tensor, top_k: Sequence[int]) -> None:
     limited = [i for i, k in enumerate(top_k) if 0 < k < vocab_size]
     if not limited:
         return
-    rows = torch.tensor(limited, device=scores.device)
-    ranks = torch.tensor([top_k[i] for i in limited], device=scores.device)
-    likeliest = scores[rows].topk(int(ranks.max()), dim=-1).values
-    threshold = likeliest.gather(-1, ranks[:, None] - 1)
+    rows = _on_device(limited, scores)
+    wanted = [top_k[i] for i in limited]
+    likeliest = scores[rows].topk(max(wanted), dim=-1).values
+    threshold = likeliest.gather(-1, _on_device(wanted, scores)[:, None] - 1)
     scores[rows] = scores[rows].masked_fill(scores[rows] < threshold, -torch.inf)
 
 
@@ -175,11 +212,12 @@ def _drop_outside_nucleus(weights: torch.Tensor, top_p: Sequence[float]) -> None
     limited = [i for i, p in enumerate(top_p) if p < 1]
     if not limited:
         return
-    rows = torch.tensor(limited, device=weights.device)
+    rows = _on_device(limited, weights)
     chosen = weights[rows]
     total = chosen.sum(dim=-1, keepdim=True, dtype=torch.float64)
     mass = _column([top_p[i] for i in limited], total) * total
-    kept = _nucleus(chosen, mass, _NUM_LIKELIEST)
+    # a GPU would have to be waited for to know whether so few were enough
+    kept = _nucleus(chosen, mass, _NUM_LIKELIEST if weights.is_cpu else weights.shape[-1])
     weights[rows] = chosen.masked_fill(~kept, 0.0)
 
 
@@ -203,4 +241,8 @@ def _in_float32_range(temperature: float) -> float:
 
 
 def _column(numbers: Sequence[float], like: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(numbers, dtype=like.dtype, device=like.device)[:, None]
+    return upload_array(np.array(numbers, np.float64), like.device).to(like.dtype)[:, None]
+
+
+def _on_device(numbers: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    return upload_array(np.array(numbers, np.int64), like.device)

@@ -2,8 +2,11 @@
 
 import psutil
 
+from prefixkv.config import EngineConfig
+from prefixkv.device_memory import CudaMemory, bytes_for_cache
+from prefixkv.kernels.plan_options import PlanOptions
 from prefixkv.kv_cache import KVCacheShape
-from prefixkv.model import ModelFacts
+from prefixkv.model import LanguageModel, ModelFacts
 
 DEFAULT_SHARE = 0.25  # of the memory that is free, for a pool whose size nobody gave
 
@@ -19,19 +22,31 @@ def cache_shape(facts: ModelFacts, block_size: int) -> KVCacheShape:
     )
 
 
-def choose_num_blocks(shape: KVCacheShape, num_blocks: int | None, num_bytes: int | None) -> int:
-    """Return the size of the pool: as many blocks or bytes as given, else a quarter of free memory.
+def size_pool(
+    model: LanguageModel, config: EngineConfig, options: PlanOptions | None
+) -> tuple[KVCacheShape, int, str]:
+    """Return the pool's shape, its blocks, and why so many if that was left to us.
 
-    Blocks that are given are those to use; the reserved block 0 comes on top.
+    The reserved block 0 counts; blocks that are given are those to use, and it comes on top.
+
+    Args:
+        options: how plans are cut, which says what partials need.
 
     Raises:
         ConfigError: if the bytes hold less than two blocks.
     """
-    if num_blocks is not None:
-        return num_blocks + 1
-    if num_bytes is None:
+    shape = cache_shape(model.facts, config.block_size)
+    if config.num_blocks is not None:
+        return shape, config.num_blocks + 1, ""
+    if config.kv_cache_memory_bytes is not None:
+        return shape, shape.num_blocks_in(config.kv_cache_memory_bytes), ""
+    if model.device.type == "cuda":
+        num_bytes = bytes_for_cache(model, config, options, CudaMemory(model.device))
+        reason = f" (of {config.gpu_memory_utilization:.0%} of the GPU's memory)"
+    else:
         num_bytes = int(psutil.virtual_memory().available * DEFAULT_SHARE)
-    return shape.num_blocks_in(num_bytes)
+        reason = " (a quarter of the free memory)"
+    return shape, shape.num_blocks_in(num_bytes), reason
 
 
 def describe(shape: KVCacheShape, num_blocks: int) -> str:

@@ -1,11 +1,10 @@
-"""The arrays of one step, from what the scheduler decided."""
+"""The arrays of one step on the host, from what the scheduler decided."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
 from prefixkv.kernels.plan import Plan
 from prefixkv.kernels.plan_options import PlanOptions
@@ -25,11 +24,11 @@ class StepInputs:
         plans: what attention reads, one plan a distinct window.
     """
 
-    token_ids: Tensor
-    positions: Tensor
-    slots: Tensor
-    row_ends: np.ndarray[tuple[int], np.dtype[np.int64]]
-    logits_rows: Tensor
+    token_ids: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    slots: NDArray[np.int64]
+    row_ends: NDArray[np.int64]
+    logits_rows: NDArray[np.int64]
     plans: dict[int | None, Plan]
 
 
@@ -65,10 +64,10 @@ def build_inputs(
         for row in range(end - item.num_logits, end)
     ]
     return StepInputs(
-        token_ids=torch.from_numpy(np.concatenate(token_ids)),
-        positions=torch.from_numpy(np.concatenate(positions)),
-        slots=torch.from_numpy(np.concatenate(slots)),
+        token_ids=np.concatenate(token_ids),
+        positions=np.concatenate(positions),
+        slots=np.concatenate(slots),
         row_ends=row_ends,
-        logits_rows=torch.tensor(logits_rows, dtype=torch.int64),
+        logits_rows=np.array(logits_rows, np.int64),
         plans=build_plans(tables, query_lens, context_lens, block_size, windows, options),
     )

@@ -1,10 +1,12 @@
 """What a step has for each branch: from rows of logits to tokens and log-probabilities."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
+from prefixkv.kernels.upload import upload_array
 from prefixkv.logprobs import token_logprobs
 from prefixkv.outputs import TokenLogprobs
 from prefixkv.request import Branch
@@ -33,42 +35,52 @@ class StepResult:
 
 def read_logits(
     batch: Sequence[ScheduledBranch],
-    healthy: Iterable[bool],
+    find_healthy: Callable[[], list[bool]],
     logits: torch.Tensor,
     sampler: Sampler,
     missing: Callable[[Branch], list[int]],
 ) -> list[StepResult]:
-    """Score prompts, and draw from the rows that are drawn from, all at once.
+    """Draw from the rows that are drawn from, all at once, and score prompts.
+
+    All draws are on their way to the device before it is waited for; hence they are made from rows
+    that are not finite too, and then thrown away.
 
     Args:
-        healthy: whether K and V of each branch are finite.
+        find_healthy: returns whether K and V of each branch are finite.
         logits: [sum of `num_logits`, vocab_size], one branch after the other.
         missing: indices of the branches that are to be forked from one.
     """
-    finite = torch.isfinite(logits).all(dim=-1).tolist()
-    results: list[StepResult] = []
     rows: list[SamplingRow] = []
-    sources: list[tuple[int, StepResult]] = []  # of each of `rows`: row of `logits`, who gets it
-    for (item, first, end), is_healthy in zip(_with_rows(batch), healthy, strict=True):
-        branch = item.branch
-        result = StepResult(is_healthy and all(finite[first:end]))
-        results.append(result)
-        if not result.is_finite:
-            continue
-        if branch.request.is_scoring:
+    sources: list[tuple[int, int]] = []  # of each of `rows`: row of `logits`, index in `batch`
+    for i, (item, _, end) in enumerate(_with_rows(batch)):
+        if item.samples and not item.branch.request.in_lockstep:
+            wanted = _sampling_rows(item.branch, missing(item.branch))
+            rows += wanted
+            sources += [(end - 1, i)] * len(wanted)
+    draws = sampler.draw(_pick(logits, [row for row, _ in sources]), rows)
+    is_finite = torch.isfinite(logits).all(dim=-1)
+
+    finite = is_finite.tolist()  # here the device is waited for
+    results = [
+        StepResult(healthy and all(finite[first:end]))
+        for (_, first, end), healthy in zip(_with_rows(batch), find_healthy(), strict=True)
+    ]
+    for (_, i), token in zip(sources, draws.read(), strict=True):
+        if results[i].is_finite:
+            results[i].sampled.append(token)
+    for (item, first, end), result in zip(_with_rows(batch), results, strict=True):
+        if result.is_finite and item.branch.request.is_scoring:
             result.prompt_logprobs = _score(item, logits[first:end])
-        if not item.samples:
-            continue
-        if branch.request.in_lockstep:
+        if result.is_finite and item.samples and item.branch.request.in_lockstep:
             result.row = logits[end - 1]
-            continue
-        wanted = _sampling_rows(branch, missing(branch))
-        rows += wanted
-        sources += [(end - 1, result)] * len(wanted)
-    sampled = sampler.sample(logits[[row for row, _ in sources]], rows)
-    for (_, result), token in zip(sources, sampled, strict=True):
-        result.sampled.append(token)
     return results
+
+
+def _pick(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    """Return some rows; without copying, if they are all rows in their order."""
+    if rows == list(range(len(logits))):
+        return logits
+    return logits[upload_array(np.array(rows, np.int64), logits.device)]
 
 
 def _with_rows(batch: Sequence[ScheduledBranch]) -> Iterator[tuple[ScheduledBranch, int, int]]:
@@ -82,11 +94,12 @@ def _score(item: ScheduledBranch, logits: torch.Tensor) -> list[TokenLogprobs]:
     """Return the log-probabilities of the prompt's tokens that follow these rows."""
     request = item.branch.request
     known = len(request.prompt_logprobs)
-    targets = torch.tensor(request.prompt[known : known + len(logits)], device=logits.device)
+    targets = np.array(request.prompt[known : known + len(logits)], np.int64)
     if not len(targets):
         return []
     num_top = [request.num_top_prompt_logprobs] * len(targets)
-    return token_logprobs(logits[: len(targets)], targets.to(torch.int64), num_top)
+    on_device = upload_array(targets, logits.device)
+    return token_logprobs(logits[: len(targets)], on_device, num_top)
 
 
 def _sampling_rows(branch: Branch, missing: list[int]) -> list[SamplingRow]:

@@ -29,7 +29,7 @@ from prefixkv.hashing import unpack_tokens
 from prefixkv.kv_cache import KVCache
 from prefixkv.output_stream import OutputStream
 from prefixkv.request import Branch
-from prefixkv.sampling import Sampled, SamplingRow
+from prefixkv.sampling import Draws, SamplingRow
 from prefixkv.scheduler import Batch, ScheduledBranch
 from prefixkv.sequence import Sequence as CachedSequence
 
@@ -78,9 +78,9 @@ class EngineWatch:
         wrap(engine.scheduler, "schedule", self._around_schedule)
         wrap(engine.scheduler, "_start", self._around_start)
         wrap(engine.scheduler, "fork", self._around_fork)
-        wrap(engine.kv_cache, "copy_blocks", self._around_copies)
+        wrap(engine.backend, "copy_blocks", self._around_copies)
         wrap(engine.model, "forward", self._around_forward)
-        wrap(engine._sampler, "sample", self._around_sample)
+        wrap(engine._sampler, "draw", self._around_draw)
         for owner, name in (
             (engine.cache, "match"), (engine.cache, "publish"), (engine.scheduler, "committed"),
             (engine.scheduler, "finish_branch"), (engine.scheduler, "_stop_running"),
@@ -156,11 +156,11 @@ class EngineWatch:
             self.generations[child.sequence] = self.generations[branch.sequence]
         return child
 
-    def _around_copies(self, copy_blocks: Call, pairs: Sequence[Any]) -> None:
+    def _around_copies(self, copy_blocks: Call, pool: torch.Tensor, pairs: Sequence[Any]) -> None:
         if pairs and self.fault is not None and self.fault.where == "copies":
-            copy_blocks(pairs[: self.fault.which])
+            copy_blocks(pool, pairs[: self.fault.which])
             self._strike("copies")
-        copy_blocks(pairs)
+        copy_blocks(pool, pairs)
 
     def _around_forward(self, forward: Call, *arguments: Any) -> torch.Tensor:
         self.poison()
@@ -180,16 +180,14 @@ class EngineWatch:
                 watched.rows.append(Row(tuple(tokens), self.weights, found))
         return logits
 
-    def _around_sample(
-        self, sample: Call, logits: torch.Tensor, rows: Sequence[SamplingRow]
-    ) -> list[Sampled]:
+    def _around_draw(self, draw: Call, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> Draws:
         self._strike("sampler")
-        result: list[Sampled] = sample(logits, rows)
+        result: Draws = draw(logits, rows)
         requests = {id(item.branch.tokens): item.branch.request for item in self.batch}
-        for row, sampled in zip(rows, result, strict=True):
+        for row, sampled in zip(rows, result.read(), strict=True):
             watched = self.live[requests[id(row.tokens)].request_id]
-            draw = Draw(row.branch, tuple(row.tokens), self.weights, sampled.token_id)
-            watched.draws[row.branch, row.position] = draw
+            drawn = Draw(row.branch, tuple(row.tokens), self.weights, sampled.token_id)
+            watched.draws[row.branch, row.position] = drawn
         return result
 
     def after_projection(self, layer: int, name: str, output: torch.Tensor) -> torch.Tensor:

@@ -204,7 +204,7 @@ def test_an_interrupt_at_any_moment_loses_no_branch(
     interrupt(
         monkeypatch, moment,
         (engine.scheduler, "fork"), (engine.scheduler, "committed"), (engine.model, "forward"),
-        (engine._sampler, "sample"),
+        (engine._sampler, "draw"),
     )  # fmt: skip
     (outputs,) = outputs_of(engine, request)
     assert ids(outputs) == [alone(model, PROMPT, index) for index in range(3)]

@@ -240,7 +240,7 @@ def test_a_failing_step_ends_its_requests_and_nothing_else(
         if where == "forward":
             patch.setattr(engine.model, "forward", fail)
         else:
-            patch.setattr(type(engine.kv_cache), "copy_blocks", fail)
+            patch.setattr(engine.backend, "copy_blocks", fail)
         (delta,) = engine.step()
 
     assert delta.finish_reason == "error"

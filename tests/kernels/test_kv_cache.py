@@ -69,16 +69,12 @@ def test_more_than_the_free_memory_is_refused() -> None:
         KVCache.allocate(shape, 1)
 
 
-def test_fill_and_copy_reach_the_pool() -> None:
-    """A filled pool is poison everywhere; a copy moves the first slots of a block."""
+def test_fill_reaches_the_whole_pool() -> None:
+    """A filled pool is poison everywhere."""
     cache = KVCache.allocate(make_shape(), 3)
     cache.fill(torch.nan)
-    cache.pool[1] = 5.0
-    cache.copy_blocks([(1, 2, 3)])
 
-    assert torch.isnan(cache.pool[0]).all()
-    assert (cache.pool[2, :, :, :, :3] == 5.0).all()
-    assert torch.isnan(cache.pool[2, :, :, :, 3:]).all()
+    assert torch.isnan(cache.pool).all()
 
 
 def test_a_step_writes_then_attends_by_the_layers_window(make_forest: "MakeForest") -> None:
@@ -107,11 +103,9 @@ def test_a_step_writes_then_attends_by_the_layers_window(make_forest: "MakeFores
     step = StepAttention(cache, backend, torch.tensor(slots), plans, windows)
 
     for layer, window in enumerate(windows):
-        assert step.finite_rows is None
         out = step.attend(layer, forest.query, key, value, forest.scale)
         torch.testing.assert_close(out.double(), forest.truth(window), rtol=1e-5, atol=1e-5)
-    assert step.finite_rows is not None
-    assert step.finite_rows.all()
+    assert step.find_finite_rows().all()
 
 
 @pytest.mark.parametrize("poisoned", ["key", "value"])
@@ -128,8 +122,7 @@ def test_rows_that_are_not_finite_are_told_apart(poisoned: str) -> None:
     for layer in range(2):
         step.attend(layer, torch.randn(5, 4, 16), rows["key"], rows["value"], 0.25)
 
-    assert step.finite_rows is not None
-    assert step.finite_rows.tolist() == [True, True, False, True, False]
+    assert step.find_finite_rows().tolist() == [True, True, False, True, False]
 
 
 def test_every_layer_needs_a_plan() -> None:

@@ -17,7 +17,6 @@ from tiny_models import reference_output, tiny_engine, tiny_model
 
 from prefixkv import Sequence
 from prefixkv.engine import Engine
-from prefixkv.kv_cache import KVCache
 from prefixkv.outputs import Usage
 from prefixkv.request import Request
 from prefixkv.sampling_params import SamplingParams
@@ -67,7 +66,7 @@ def test_blocks_that_a_failed_step_filled_are_not_found(
 
     with monkeypatch.context() as patch:
         target, name = {
-            "forward": (engine.model, "forward"), "copies": (KVCache, "copy_blocks"),
+            "forward": (engine.model, "forward"), "copies": (engine.backend, "copy_blocks"),
         }[where]  # fmt: skip
         patch.setattr(target, name, fail)
         assert [delta.finish_reason for delta in engine.step()] == ["error"]

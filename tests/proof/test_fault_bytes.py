@@ -16,6 +16,7 @@ from prefixkv import PrefixCache, Sequence
 from prefixkv.block import Block
 from prefixkv.engine import Engine
 from prefixkv.hashing import pack_tokens
+from prefixkv.kernels.backend import get_backend
 from prefixkv.kv_cache import KVCache, KVCacheShape
 from prefixkv.sequence import Sequence as CacheSequence
 
@@ -43,8 +44,9 @@ class Bytes:
         """One step of a sequence; returns what went into its slots."""
         assert sequence.reserve(len(tokens))
         sequence.write(tokens)
-        self.kv.copy_blocks(
-            [(c.source.block_id, c.target.block_id, c.num_slots) for c in self.cache.take_copies()]
+        copies = self.cache.take_copies()
+        get_backend("cpu", torch.float32).copy_blocks(
+            self.kv.pool, [(c.source.block_id, c.target.block_id, c.num_slots) for c in copies]
         )
         written = []
         for position in range(sequence.num_computed_tokens, sequence.num_tokens):

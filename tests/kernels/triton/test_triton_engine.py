@@ -1,11 +1,14 @@
 """A whole engine on interpreted Triton kernels: the tokens that the reference backend gives."""
 
+from typing import Any
+
 import pytest
 import torch
 from engine_runs import outputs_of, poison
 from tiny_models import tiny_engine, tiny_model
 
 from prefixkv.engine import Engine
+from prefixkv.kernels import upload
 from prefixkv.sampling_params import SamplingParams
 
 SHARED = list(range(5, 16))  # 11 tokens: 2 blocks of 4, and 3 tokens of a third
@@ -24,6 +27,19 @@ def tokens_of(engine: Engine) -> list[list[list[int]]]:
     return found
 
 
+def count_uploads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The list gets the number of arrays of each upload."""
+    staged: list[int] = []
+    stage = upload._stage
+
+    def count(arrays: Any, firsts: Any, *, pinned: bool) -> torch.Tensor:
+        staged.append(len(arrays))
+        return stage(arrays, firsts, pinned=pinned)
+
+    monkeypatch.setattr(upload, "_stage", count)
+    return staged
+
+
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
 def test_the_tokens_are_those_of_the_reference(kind: str) -> None:
     """Chunked prompts, forks that copy a block, windows, and hits in the cache."""
@@ -37,3 +53,28 @@ def test_the_tokens_are_those_of_the_reference(kind: str) -> None:
 
     assert found["triton"] == found["reference"]
     assert len({tuple(ids) for branches in found["triton"] for ids in branches}) > 2
+
+
+def test_a_step_is_uploaded_in_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens, slots and the plans of all windows; copies of blocks, where there are any, apart."""
+    engine = tiny_engine(
+        tiny_model("mistral", dtype=torch.float32), attention_backend="triton", num_blocks=40
+    )
+    staged = count_uploads(monkeypatch)
+    engine.add(PROMPTS[0], SamplingParams(temperature=0.0, n=1, max_tokens=3, ignore_eos=True))
+    engine.add(PROMPTS[2], SamplingParams(temperature=0.0, n=1, max_tokens=3, ignore_eos=True))
+    while engine.has_work:
+        staged.clear()
+        engine.step()
+        assert staged == [4 + 8]  # both layers have one window, hence one plan
+
+
+def test_copies_are_uploaded_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One more upload in a step whose branches part inside a block."""
+    engine = tiny_engine(tiny_model(dtype=torch.float32), attention_backend="triton", num_blocks=40)
+    staged = count_uploads(monkeypatch)
+    engine.add(SHARED, SamplingParams(temperature=1.0, n=2, seed=7, max_tokens=2, ignore_eos=True))
+    engine.step()
+    staged.clear()
+    engine.step()
+    assert staged[:2] == [1, 4 + 8]  # what is drawn at random needs its numbers beside
