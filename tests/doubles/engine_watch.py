@@ -185,7 +185,10 @@ class EngineWatch:
         result: Draws = draw(logits, rows)
         requests = {id(item.branch.tokens): item.branch.request for item in self.batch}
         for row, sampled in zip(rows, result.read(), strict=True):
-            watched = self.live[requests[id(row.tokens)].request_id]
+            request_id = requests[id(row.tokens)].request_id
+            if request_id in self.failing:  # drawn all the same, and thrown away
+                continue
+            watched = self.live[request_id]
             drawn = Draw(row.branch, tuple(row.tokens), self.weights, sampled.token_id)
             watched.draws[row.branch, row.position] = drawn
         return result

@@ -284,7 +284,7 @@ def test_what_nobody_asks_for_is_not_computed(model: Any, monkeypatch: pytest.Mo
         raise AssertionError("nobody asked for it")
 
     monkeypatch.setattr("prefixkv.sampling.apply_rules", fail)
-    monkeypatch.setattr("prefixkv.sampling.token_logprobs", fail)
+    monkeypatch.setattr("prefixkv.sampling.rows_of_logprobs", fail)
     engine = tiny_engine(model)
     result, _ = run(engine, [PROMPT, PROMPT[:4]], 4)
     engine.add(PROMPT, SamplingParams(max_tokens=4, top_p=0.5))
