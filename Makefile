@@ -46,11 +46,28 @@ test: install
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --ignore=tests/kernels/triton
 	$(INTERPRET)
 
+# What triton 3.6.0 makes of the same kernels, in a second venv that holds nothing else: the rest is
+# seen through to .venv. The stamp comes last, and an interrupted install starts anew, as above.
+TRITON36 := .venv-triton36
+
+$(TRITON36)/installed: .venv/installed
+	rm -rf $(TRITON36)
+	$(PYTHON) -m venv $(TRITON36)
+	$(TRITON36)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps 'triton==3.6.0'
+	@echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
+		> $$($(TRITON36)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/see_venv.pth
+	@touch $@
+
+kernels-check-triton36: $(TRITON36)/installed
+	OMP_NUM_THREADS=1 $(TRITON36)/bin/python -P -m pytest tests/kernels/test_compiled_kernels.py -k 'not sm_80 and not sm_100'
+	$(TRITON36)/bin/python -P tests/doubles/compiled_kernels.py
+
 kernels-check: install
 	$(INTERPRET)
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests/kernels/test_triton_plan.py tests/kernels/test_compiled_kernels.py
 	OMP_NUM_THREADS=1 $(BIN)/python -P tests/proof/planting.py --only triton:
 	$(BIN)/python -P tests/doubles/compiled_kernels.py
+	@$(MAKE) --no-print-directory kernels-check-triton36
 
 beams: install
 	PREFIXKV_BEAMS=all $(BIN)/pytest tests/engine/test_default_beams.py
@@ -85,6 +102,6 @@ bench: install
 	$(BIN)/python -P benchmarks/bookkeeping.py $(TRACE)
 
 clean:
-	rm -rf .venv build dist *.egg-info .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf .venv $(TRITON36) build dist *.egg-info .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
 
-.PHONY: help install serve test beams kernels-check check coverage mutation bench clean
+.PHONY: help install serve test beams kernels-check kernels-check-triton36 check coverage mutation bench clean

@@ -2,9 +2,9 @@
 
 As it is, the interpreter multiplies the bit patterns of bfloat16, truncates what it casts to it,
 reads and writes whatever an address happens to point to, wraps int32 without a word, and runs
-programs in order. What it still does not show: a lane that leaves its own tensor and happens to
-meet another one of the same launch, races inside a program, limits of shared memory,
-the number of warps and stages, fused multiply-adds, fast exponentials.
+programs in order. Here the upper 16 bits of an address, which no address of a process needs, say
+which argument it was computed from. What it still does not show: races inside a program, limits of
+shared memory, the number of warps and stages, fused multiply-adds, fast exponentials; no atomics.
 
 Source: read in triton 3.9's runtime/interpreter.py; the names used here are also those of 3.6.
 """
@@ -23,6 +23,8 @@ from triton.runtime import interpreter
 Handle = Any  # interpreter.TensorHandle, untyped
 Builder = interpreter.InterpreterBuilder
 BFLOAT16 = tl.bfloat16
+ADDRESS_BITS = np.uint64(48)
+ADDRESS = np.uint64(2**48 - 1)
 
 
 @contextmanager
@@ -34,9 +36,10 @@ def guarded(seed: int, *, races: bool = False) -> Iterator[None]:
 
     Raises:
         InterpreterError: (from the launch, naming it)
-            IndexError for a lane outside the tensors that the kernel got, OverflowError for int32
-            arithmetic that leaves its range, and RuntimeError for what depends on the order of
-            programs: an address that two of them write, or that one writes and another reads.
+            IndexError for a lane outside the tensor whose pointer its address was computed from,
+            OverflowError for int32 arithmetic that leaves its range, and RuntimeError for what
+            depends on the order of programs: an address that two of them write, or that one writes
+            and another reads. NotImplementedError for atomics.
     """
     guard = _Guard(seed, races)
     replaced: dict[str, Callable[..., Any]] = {
@@ -46,17 +49,20 @@ def guarded(seed: int, *, races: bool = False) -> Iterator[None]:
         "binary_op": _checked_binary,
         "create_masked_load": guard.load,
         "create_masked_store": guard.store,
+        "create_atomic_cas": _no_atomics,
+        "create_atomic_rmw": _no_atomics,
         "set_grid_dim": guard.set_grid_dim,
         "set_grid_idx": guard.set_grid_idx,
     }
     builder: dict[str, Any] = {name: _as_method(new) for name, new in replaced.items()}
     executor: dict[str, Any] = {
-        "_init_args_hst": _as_method(guard.note_arguments),
+        "_init_args_hst": _as_method(guard.begin_launch),
         "_restore_args_dev": _as_method(lambda *_: None),  # tensors of the CPU are not copied
     }
     with (
         patch.multiple(Builder, **builder),
         patch.multiple(interpreter.GridExecutor, **executor),
+        patch.object(interpreter, "_implicit_cvt", guard.note_argument),
     ):
         yield
 
@@ -73,7 +79,7 @@ def _as_method(function: Callable[..., Any]) -> Callable[..., Any]:
 _binary, _cast, _float_cast = Builder.binary_op, Builder.cast_impl, Builder.create_fp_to_fp
 _load, _store = Builder.create_masked_load, Builder.create_masked_store
 _set_grid_dim, _set_grid_idx = Builder.set_grid_dim, Builder.set_grid_idx
-_note_arguments = interpreter.GridExecutor._init_args_hst
+_begin_launch, _note_argument = interpreter.GridExecutor._init_args_hst, interpreter._implicit_cvt
 
 
 def _floats(handle: Handle) -> Any:
@@ -125,30 +131,40 @@ def _checked_binary(builder: Any, a: Handle, b: Handle, op: Any) -> Handle:
     return _binary(builder, a, b, op)
 
 
+def _no_atomics(*_: Any) -> Any:
+    raise NotImplementedError("the guard does not watch atomics")
+
+
 class _Guard:
     """What a launch may touch, what its programs did touch, and their order."""
 
     def __init__(self, seed: int, races: bool) -> None:
         self.random = random.Random(seed)
         self.watches_races = races
-        self.begins: Any = None  # addresses: the tensors' spans [begin, end), by begin
-        self.ends: Any = None
+        self.spans: list[tuple[int, int]] = []  # addresses [begin, end) of the tensors, in order
+        self.bounds: Any = None  # these as arrays, from the first access on
         self.order: list[int] = []
         self.shape = (1, 1, 1)
         self.program = 0
         self.reads: dict[int, int] = {}  # address -> a program that read it
         self.writes: dict[int, int] = {}
 
-    def note_arguments(self, executor: Any, args: Any, kwargs: Any) -> Any:
-        """A tensor may be touched from its first element to the end of its storage."""
-        spans: dict[int, int] = {}
-        for arg in (*args, *kwargs.values()):
-            if isinstance(arg, torch.Tensor):
-                storage = arg.untyped_storage()
-                spans[arg.data_ptr()] = storage.data_ptr() + storage.nbytes()
-        self.begins = np.array(sorted(spans), np.uint64)
-        self.ends = np.array([spans[begin] for begin in sorted(spans)], np.uint64)
-        return _note_arguments(executor, args, kwargs)
+    def begin_launch(self, executor: Any, args: Any, kwargs: Any) -> Any:
+        """Forget the tensors of the launch before."""
+        self.spans.clear()
+        self.bounds = None
+        return _begin_launch(executor, args, kwargs)
+
+    def note_argument(self, arg: Any) -> Any:
+        """A tensor may be touched from its first element to its last; its pointer is marked."""
+        converted = _note_argument(arg)
+        if isinstance(arg, torch.Tensor):
+            last = sum((n - 1) * stride for n, stride in zip(arg.shape, arg.stride(), strict=True))
+            length = (last + 1) * arg.element_size() if arg.numel() else 0
+            handle = converted.handle
+            handle.data = handle.data | np.uint64(len(self.spans)) << ADDRESS_BITS
+            self.spans.append((arg.data_ptr(), arg.data_ptr() + length))
+        return converted
 
     def set_grid_dim(self, builder: Any, x: int, y: int, z: int) -> None:
         """A launch begins: nothing is touched, all programs are to come."""
@@ -167,8 +183,8 @@ class _Guard:
         _set_grid_idx(builder, *divmod(rest, size_y), z)
 
     def load(self, builder: Any, pointers: Handle, mask: Handle, *rest: Any) -> Handle:
-        """Load, if all lanes that the mask lets through lie in a tensor."""
-        addresses = self._checked(pointers, mask, "load")
+        """Load, if all lanes that the mask lets through lie in their tensor."""
+        pointers, addresses = self._checked(pointers, mask, "load")
         if self.watches_races:
             for address in addresses.tolist():
                 if self.writes.get(address, self.program) != self.program:
@@ -177,8 +193,8 @@ class _Guard:
         return _load(builder, pointers, mask, *rest)
 
     def store(self, builder: Any, pointers: Handle, value: Handle, mask: Handle, *rest: Any) -> Any:
-        """Store, if all lanes that the mask lets through lie in a tensor."""
-        addresses = self._checked(pointers, mask, "store")
+        """Store, if all lanes that the mask lets through lie in their tensor."""
+        pointers, addresses = self._checked(pointers, mask, "store")
         if self.watches_races:
             for address in addresses.tolist():
                 if self.reads.get(address, self.program) != self.program:
@@ -188,15 +204,21 @@ class _Guard:
                 self.writes[address] = self.program
         return _store(builder, pointers, value, mask, *rest)
 
-    def _checked(self, pointers: Handle, mask: Handle, what: str) -> Any:
+    def _checked(self, pointers: Handle, mask: Handle, what: str) -> tuple[Handle, Any]:
+        """The pointers without their marks, and the addresses that the mask lets through."""
         lanes = np.broadcast_to(mask.data, pointers.data.shape).astype(bool)
-        addresses = pointers.data[lanes].astype(np.uint64).reshape(-1)
+        marked = pointers.data[lanes].astype(np.uint64).reshape(-1)
+        addresses, argument = marked & ADDRESS, (marked >> ADDRESS_BITS).astype(np.int64)
+        if self.bounds is None:
+            self.bounds = np.array(self.spans, np.uint64).T
+        begins, ends = self.bounds
+        known = np.minimum(argument, len(begins) - 1)
         width = np.uint64(max(1, pointers.get_element_ty().primitive_bitwidth // 8))
-        span = np.searchsorted(self.begins, addresses, side="right").astype(np.int64) - 1
-        outside = (span < 0) | (addresses + width > self.ends[np.maximum(span, 0)])
+        outside = (argument != known) | (addresses < begins[known])
+        outside |= addresses + width > ends[known]
         if outside.any():
             raise IndexError(
                 f"{what}: {int(outside.sum())} of {outside.size} lanes out of bounds in program "
                 f"{self.program}"
             )
-        return addresses
+        return interpreter.TensorHandle(pointers.data & ADDRESS, pointers.dtype), addresses

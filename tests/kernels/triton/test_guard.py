@@ -24,6 +24,12 @@ def dot_kernel(a_ptr, b_ptr, out_ptr, N: tl.constexpr):
 
 
 @triton.jit
+def stray_kernel(x_ptr, out_ptr, offset):
+    i = tl.arange(0, 16)
+    tl.store(out_ptr + i, tl.load(x_ptr + offset + i))
+
+
+@triton.jit
 def multiply_kernel(x_ptr, out_ptr, factor):
     i = tl.arange(0, 4)
     tl.store(out_ptr + i, tl.load(x_ptr + i) * factor)
@@ -69,6 +75,18 @@ def test_a_lane_outside_its_tensor_raises(short: int) -> None:
 
     with pytest.raises(InterpreterError, match="1 of 4 lanes out of bounds"):
         add_kernel[(2,)](*tensors, 20, BLOCK=16)
+
+
+def test_a_lane_in_another_argument_raises() -> None:
+    """Also where it lies in the storage of its own: K and V are two views of one pool."""
+    pool = torch.zeros(3, 20)
+
+    with pytest.raises(InterpreterError, match="load: 4 of 4 lanes out of bounds"):
+        add_kernel[(2,)](pool[0, :16], pool[1], pool[2], 20, BLOCK=16)
+    with pytest.raises(InterpreterError, match="store: 4 of 4 lanes out of bounds"):
+        add_kernel[(2,)](pool[0], pool[1], pool[2, :16], 20, BLOCK=16)
+    with pytest.raises(InterpreterError, match="load: 16 of 16 lanes out of bounds"):
+        stray_kernel[(1,)](pool[0], pool[2], 20)
 
 
 def test_int32_that_overflows_raises() -> None:
