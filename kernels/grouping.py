@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from prefixkv.kernels.jit import jit
-from prefixkv.kernels.prefix_tree import BEGIN, END, FIRST, LAST, Int64Array, Integer
+from prefixkv.kernels.prefix_tree import END, FIRST, LAST, Int64Array, Integer
 
 # columns of runs: sequence whose table holds the run, rows, tokens from the sequence's first on
 SEQUENCE, RUN_ROW, RUN_ROWS, RUN_BEGIN, RUN_END, SHARED = range(6)
@@ -48,18 +48,19 @@ LAST_MEMBER, TILES, ROWS, SEES = range(4)
 
 @jit()
 def _saved_tokens(
-    node: Int64Array, sees: Integer, units: Int64Array, block_size: int, num_tiles: Integer
+    node: Int64Array, sees: Integer, units: Int64Array, end: Integer, num_tiles: Integer
 ) -> Integer:
-    """Reads of a token by a tile that keeping a node spares its units."""
-    begin, end = node[BEGIN] * block_size, node[END] * block_size
-    together = max(begin, sees)
-    saved: Integer = -(end - together) * num_tiles
+    """Reads of a token by a tile that keeping a node spares its units.
+
+    From the first token that is seen on: no outer node is kept yet, so what lies before the node
+    is read by the same units.
+    """
+    saved: Integer = -(end - sees) * num_tiles
     p = node[FIRST]
     while p < node[LAST]:
-        unit_begin = max(begin, units[p, SEES])
-        saved += (end - unit_begin) * units[p, TILES]
+        saved += (end - units[p, SEES]) * units[p, TILES]
         # a window may start the node later than the unit; its members read what is between alone
-        saved -= (together - unit_begin) * (units[p, LAST_MEMBER] - p)
+        saved -= (sees - units[p, SEES]) * (units[p, LAST_MEMBER] - p)
         p = units[p, LAST_MEMBER]
     return saved
 
@@ -105,7 +106,8 @@ def choose_nodes(
 ) -> Int64Array:
     """Indices of the kept nodes: those that save more bytes than their partials add.
 
-    Inner nodes are judged first, each on its own tokens.
+    Inner nodes are judged first, each by what the whole plan saves with it: a node reads from the
+    front until an outer one is kept.
     """
     kept = np.empty(len(nodes), np.int64)
     num_kept = 0
@@ -124,7 +126,7 @@ def choose_nodes(
         if sees >= end:
             continue
         num_tiles = (num_rows - 1) // costs.tile_rows + 1
-        saved = _saved_tokens(node, sees, units, block_size, num_tiles)
+        saved = _saved_tokens(node, sees, units, end, num_tiles)
         members = order[node[FIRST] : node[LAST]]
         added = _added_partials(node, sees, units, members, spans, end, costs.chunk)
         if saved * costs.token_bytes > added * costs.partial_bytes:

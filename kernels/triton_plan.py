@@ -120,7 +120,9 @@ def upload_plan(
 def tile_rows(plan: Plan, work: Int32Array, most_rows: int) -> Int32Array:
     """Cut items into items of at most `most_rows` rows, each over the tokens that its rows see.
 
-    Returns: [num_tiles, 8]; an item that sees nothing stays, with tok0 >= tok1.
+    Returns: [num_tiles, 8], those of most tokens first, as a long one that starts last is waited
+        for alone; equally long ones in the order of the plan. An item that sees nothing stays,
+        with tok0 >= tok1.
     """
     num_tiles = -(-work[:, ROW_CNT] // most_rows)
     tiles: np.ndarray[Any, np.dtype[np.int32]] = np.repeat(work, num_tiles, axis=0)
@@ -141,7 +143,8 @@ def tile_rows(plan: Plan, work: Int32Array, most_rows: int) -> Int32Array:
     if plan.window is not None:
         first = np.minimum.reduceat(relative, starts)
         tiles[:, TOK0] = np.maximum(tiles[:, TOK0], first - plan.window + 1)
-    return tiles
+    longest_first: Int32Array = tiles[np.argsort(tiles[:, TOK0] - tiles[:, TOK1], kind="stable")]
+    return longest_first
 
 
 def _counts_up(lengths: np.ndarray[Any, np.dtype[Any]]) -> np.ndarray[Any, np.dtype[np.int64]]:

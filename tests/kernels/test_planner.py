@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from slow_planner import Batch, SlowPlanner, read_positions
+from slow_planner import Batch, SlowPlanner, find_nodes, read_positions
 
 from prefixkv.kernels.grouping import choose_nodes, list_runs
 from prefixkv.kernels.plan import (
@@ -156,13 +156,24 @@ def test_it_groups_as_the_slow_planner_does(data: st.DataObject) -> None:
     # a window's front that only some rows see is judged as if all did
     assume(batch.window is None or set(batch.query_lens) == {1})
     options = data.draw(options_for(batch.block_size))
-    # rows of a node that need several tiles: the rule may keep less than counting would
-    assume(len(batch.tables) <= options.tile_rows)
     plan = plan_batch(batch, options)
 
     slow = SlowPlanner(batch, options)
     assert all_pieces(plan) == slow.pieces()
     assert plan_bytes(plan, options) == slow.count(slow.kept)
+
+
+def test_a_node_counts_what_an_outer_one_would_read_twice() -> None:
+    """Three rows in tiles of two: the block of all three is worth reading together for two."""
+    tables = [[1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [1, 7]]
+    batch = Batch(tables, [1, 1, 1], [5, 5, 2], 1)
+    options = PlanOptions(token_bytes=8, partial_bytes=7, tile_rows=2)
+    plan = plan_batch(batch, options)
+
+    assert sorted(p for p in all_pieces(plan) if p[2] == 4) == [(0, 0, 4), (1, 0, 4)]
+    assert plan_bytes(plan, options) == SlowPlanner(batch, options).count(
+        [find_nodes(batch, options)[0]]
+    )
 
 
 @given(st.data())

@@ -31,7 +31,8 @@ def test_tiles_hold_each_row_once_with_all_it_sees(
         for row_off, row_cnt in tiles[:, [ROW_OFF, ROW_CNT]].tolist()
     ]
 
-    assert np.concatenate(rows).tolist() == plan.rows.tolist()
+    offsets = np.argsort(tiles[:, ROW_OFF])
+    assert np.concatenate([rows[n] for n in offsets]).tolist() == plan.rows.tolist()
     whole = {item[BLK_OFF]: item for item in plan.work.tolist()}
     for tile, tokens in zip(tiles.tolist(), rows, strict=True):
         item = whole[tile[BLK_OFF]]
@@ -43,6 +44,17 @@ def test_tiles_hold_each_row_once_with_all_it_sees(
         assert tile[DST_SLOT] - item[DST_SLOT] == tile[ROW_OFF] - item[ROW_OFF]
         assert tile[FINAL] == item[FINAL]
         assert tile[BASE_POS] == item[BASE_POS]
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("window", [None, 9])
+def test_long_tiles_come_first(make_forest: "MakeForest", seed: int, window: int | None) -> None:
+    """By tokens read, most first; equally long ones by their rows, as in the plan."""
+    plan = make_forest(seed).plan(window)
+    tiles = tile_rows(plan, plan.work, seed + 1)
+
+    keys = [(tile[TOK0] - tile[TOK1], tile[ROW_OFF]) for tile in tiles.tolist()]
+    assert keys == sorted(keys)
 
 
 @pytest.mark.parametrize("group", [1, 3, 16, 17, 32])
@@ -67,8 +79,8 @@ def test_items_go_where_they_fit(make_forest: "MakeForest") -> None:
     plan = upload_plan(forest.plan(), 3, tiles, torch.device("cpu"))
 
     assert plan.few_rows[:, ROW_CNT].tolist() == [5]
-    assert plan.many_rows[:, ROW_CNT].tolist() == [6, 21, 21, 2]
-    assert plan.many_rows[:, TOK1].tolist() == [90, 67, 88, 90]
+    assert plan.many_rows[:, ROW_CNT].tolist() == [6, 2, 21, 21]
+    assert plan.many_rows[:, TOK1].tolist() == [90, 90, 88, 67]
     assert len(plan.merged_tokens) == 0
 
 
