@@ -33,9 +33,10 @@ from rich.table import Table
 
 from benchmarks import gpu_correctness, gpu_speed, gpu_tiles
 from benchmarks.gpu_session import Session
-from prefixkv.kernels.triton_backend import INTERPRETED
+from prefixkv.kernels import triton_backend
 
 COPIED_BYTES = 2**32
+SMOKE_CHUNK = 32  # tokens of an item, so that short contexts are shared and split
 
 
 def output_of(*command: str) -> str:
@@ -113,6 +114,8 @@ def run(options: argparse.Namespace) -> int:
     device = torch.device("cpu" if options.smoke else "cuda")
     session = Session(device, options.smoke, options.seconds, options.json)
     torch.manual_seed(0)
+    if options.smoke:
+        triton_backend.PLAN_CHUNK = SMOKE_CHUNK
     describe(session)
     wanted = options.only or [name for name in SECTIONS if name != "tune" or options.tune]
     for name in wanted:
@@ -138,7 +141,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--smoke", action="store_true")
     options = parser.parse_args(arguments)
-    if options.smoke != INTERPRETED:
+    if options.smoke != triton_backend.INTERPRETED:
         parser.error("--smoke goes with TRITON_INTERPRET=1 in the environment, and only with it")
     if not options.smoke and not torch.cuda.is_available():
         parser.error("there is no GPU; see --smoke")

@@ -13,6 +13,7 @@ from prefixkv.kernels.triton_backend import TritonBackend
 # worst error of a row and head, in the norm, relative to the row's
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+GROUPED = ": grouped - ungrouped"
 QUERY_ROWS = 128  # that the float64 attention scores at a time
 
 
@@ -55,7 +56,7 @@ SMOKE_CONFIGS = [
 
 def batches_for(config: Config, smoke: bool) -> dict[str, Batch]:
     """Decode, shared prefixes on two levels, prompts, and both at once."""
-    size, unit = config.heads.block_size, 600 if smoke else 4096
+    size, unit = config.heads.block_size, 100 if smoke else 4096
     ends = [1, size, size + 1, unit // 2 - 1, unit // 2, unit]
     tree = [(4 if smoke else 16, unit // 2), (2 if smoke else 4, unit - unit // 8)]
     members = 4 if smoke else 16
@@ -82,7 +83,7 @@ def exact(pool: Tensor, layer: int, query: Tensor, batch: Batch, window: int | N
             end = min(rows, begin + QUERY_ROWS)
             part = query[first + begin : first + end].double()
             # [rows, heads, dim] -> [kv_heads, group, rows, dim]
-            part = part.unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)
+            part = part.view(end - begin, num_kv_heads, -1, query.shape[2]).permute(1, 2, 0, 3)
             scores = part @ key[:, None].transpose(2, 3) * query.shape[2] ** -0.5
             at = torch.arange(context - rows + begin, context - rows + end, device=query.device)
             distance = at[:, None] - key_at[None]
@@ -127,7 +128,9 @@ def check_attention(
     rows = [outcome(config, name, error, TOLERANCE[heads.dtype], plan.num_partials)]
     if len(plan.work) != len(alone_plan.work):
         apart = float((found.double() - alone.double()).abs().max())
-        rows.append(outcome(config, f"{name}: grouped - ungrouped", apart, 0.0, plan.num_partials))
+        # the interpreter multiplies by BLAS, whose sums depend on where a row lies
+        allowed = TOLERANCE[heads.dtype] if session.smoke else 0.0
+        rows.append(outcome(config, f"{name}{GROUPED}", apart, allowed, plan.num_partials))
     return rows
 
 
@@ -205,5 +208,11 @@ def run(session: Session, until: float) -> None:
             rows.append(outcome(config, text, torch.inf, 0.0))
         session.free()
         session.save()
-    failed = [row for row in rows if not row["ok"]]
-    session.check("all kernels right", f"{len(failed)} of {len(rows)} cases wrong", not failed)
+    bits = [row for row in rows if row["case"].endswith(GROUPED)]
+    for asked, judged in (
+        ("all kernels right", [row for row in rows if row not in bits]),
+        ("grouping changes no bit", bits),
+    ):
+        failed = [row for row in judged if not row["ok"]]
+        told = f"{len(failed)} of {len(judged)} cases wrong"
+        session.check(asked, told, bool(judged) and not failed)

@@ -1,5 +1,6 @@
 """What the decode kernel is compared with, on K and V that were gathered before."""
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -54,7 +55,7 @@ def _sdpa(batch: Batch, pool: Tensor, query: Tensor) -> Callable[[], object]:
 
 
 def _flash_attn(batch: Batch, pool: Tensor, query: Tensor) -> Callable[[], object]:
-    import flash_attn
+    flash_attn: Any = importlib.import_module("flash_attn")
 
     key, value = (part.transpose(1, 2).contiguous() for part in _gathered(batch, pool).unbind(0))
     lengths = torch.tensor(batch.context_lens, dtype=torch.int32, device=pool.device)
@@ -65,7 +66,7 @@ def _flash_attn(batch: Batch, pool: Tensor, query: Tensor) -> Callable[[], objec
 
 def _flashinfer(batch: Batch, pool: Tensor, query: Tensor) -> Callable[[], object]:
     """It reads pages as we do: of a layer's blocks, copied together."""
-    import flashinfer
+    flashinfer: Any = importlib.import_module("flashinfer")
 
     used = np.concatenate(
         [

@@ -79,10 +79,11 @@ class Session:
         for run in ready.values():
             run()
         times: dict[str, list[float]] = {name: [] for name in ready}
+        event: Any = torch.cuda.Event  # untyped
         for _ in range(repeats):
             for name, run in ready.items():
-                begin = torch.cuda.Event(enable_timing=True)
-                end = torch.cuda.Event(enable_timing=True)
+                begin = event(enable_timing=True)
+                end = event(enable_timing=True)
                 begin.record()
                 run()
                 end.record()
