@@ -102,8 +102,13 @@ def attend_kernel(
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    # tiles start at multiples of BLOCK_N, so that one lies in one block where blocks are large
-    for start in range(tok0 // BLOCK_N * BLOCK_N, tok1, BLOCK_N):
+    # tiles start at positions that are multiples of BLOCK_N: one lies in one block where blocks are
+    # large, and wherever a run begins, a row's sums are made up of the same tiles
+    if BLOCK_SIZE % BLOCK_N == 0:
+        first = tok0 // BLOCK_N * BLOCK_N  # base_pos is a multiple of the block size
+    else:
+        first = (base_pos + tok0) // BLOCK_N * BLOCK_N - base_pos
+    for start in range(first, tok1, BLOCK_N):
         n = start + offs_n
         in_run = (n >= tok0) & (n < tok1)
         if BLOCK_SIZE % BLOCK_N == 0:

@@ -19,7 +19,7 @@ from prefixkv.kernels.triton_block_copy import copy_blocks
 from prefixkv.kernels.triton_kv_write import write_slots
 from prefixkv.kernels.triton_merge import merge_partials
 from prefixkv.kernels.triton_plan import DevicePlan, TiledPlan, upload_plan
-from prefixkv.kernels.triton_tiles import choose_tiles
+from prefixkv.kernels.triton_tiles import Tile, choose_tiles
 from prefixkv.kernels.upload import upload_arrays
 
 # decided when the kernels were decorated, whatever the environment says now
@@ -39,7 +39,15 @@ class TritonBackend:
     name = "triton"
     DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-    def __init__(self) -> None:
+    def __init__(self, *, one_tile: bool = False) -> None:
+        """Hold no plan yet.
+
+        Args:
+            one_tile: compute all items in tiles of one size. With the fixed chunks of
+                `plan_options` a row's result then is the same, bit for bit, whoever reads with it.
+                Decoding without sharing then multiplies up to four times as many rows of padding.
+        """
+        self._one_tile = one_tile
         # the host's plan is kept with the device's: an id is taken again once its owner is gone
         self._plans: dict[tuple[int, object], tuple[Plan, DevicePlan]] = {}
 
@@ -65,7 +73,7 @@ class TritonBackend:
     ) -> PlanOptions:
         """See `AttentionBackend.plan_options`; chunks are fixed, so results are, too."""
         group = num_heads // num_kv_heads
-        many = choose_tiles(dtype, head_dim, group)[1]
+        many = self._tiles(dtype, head_dim, group)[1]
         return PlanOptions.for_heads(
             num_heads,
             num_kv_heads,
@@ -81,7 +89,7 @@ class TritonBackend:
     ) -> list[Tensor]:
         """See `AttentionBackend.upload`. Expects queries of the pool's dtype."""
         group = num_heads // pool.shape[3]
-        tiles = choose_tiles(pool.dtype, pool.shape[5], group)
+        tiles = self._tiles(pool.dtype, pool.shape[5], group)
         tiled = [TiledPlan.cut(plan, group, tiles) for plan in plans]
         sent = upload_arrays([*arrays, *(a for plan in tiled for a in plan.arrays)], pool.device)
         num_arrays = len(arrays)
@@ -91,6 +99,10 @@ class TritonBackend:
             placed = one.on_device(sent[first : first + len(one.arrays)])
             self._plans[_plan_key(one.plan, pool, group, pool.dtype)] = one.plan, placed
         return sent[:num_arrays]
+
+    def _tiles(self, dtype: torch.dtype, head_dim: int, group: int) -> tuple[Tile, Tile]:
+        few, many = choose_tiles(dtype, head_dim, group)
+        return (many if self._one_tile else few), many
 
     def write_kv(self, pool: Tensor, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
         """See `AttentionBackend.write_kv`.
@@ -151,7 +163,7 @@ class TritonBackend:
         if key not in self._plans:
             while len(self._plans) >= _REMEMBERED:
                 del self._plans[next(iter(self._plans))]
-            tiles = choose_tiles(dtype, pool.shape[5], group)
+            tiles = self._tiles(dtype, pool.shape[5], group)
             self._plans[key] = (plan, upload_plan(plan, group, tiles, pool.device))
         return self._plans[key][1]
 

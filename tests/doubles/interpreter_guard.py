@@ -99,8 +99,9 @@ def _rounded(values: Any) -> Handle:
 def _exact_dot(
     builder: Any, a: Handle, b: Handle, d: Handle, precision: Any, imprecise: Any
 ) -> Handle:
-    product = np.matmul(_floats(a).astype(np.float32), _floats(b).astype(np.float32))
-    return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+    # in float64, for BLAS's float32 sums depend on where in a tile a row lies; no GPU's do
+    product = np.matmul(_floats(a).astype(np.float64), _floats(b).astype(np.float64))
+    return interpreter.TensorHandle(product.astype(np.float32) + d.data, d.dtype.scalar)
 
 
 def _exact_cast(builder: Any, source: Handle, target: Any) -> Handle:

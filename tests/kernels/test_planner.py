@@ -211,6 +211,19 @@ def test_without_sharing_or_splits_it_is_the_plain_plan(data: st.DataObject) -> 
 
 
 @given(st.data())
+def test_without_sharing_it_is_the_split_plan(data: st.DataObject) -> None:
+    """Also where long contexts are split: not an item, partial or launch more."""
+    batch = data.draw(batches())
+    options = data.draw(options_for(batch.block_size))
+    apart = replace(batch, tables=[[100 + i, *t[1:]] for i, t in enumerate(batch.tables)])
+    plan, split = (plan_batch(apart, replace(options, share=share)) for share in (True, False))
+
+    for name in ("work", "rows", "positions", "blocks", "merge_indptr", "merge_slots"):
+        assert np.array_equal(getattr(plan, name), getattr(split, name))
+    assert plan.num_partials == split.num_partials
+
+
+@given(st.data())
 def test_arrays_are_as_kernels_take_them(data: st.DataObject) -> None:
     """All int32 and contiguous; no item has more rows than a tile, save a long prompt's own."""
     batch = data.draw(batches())
@@ -248,6 +261,9 @@ def test_a_shared_prompt_is_read_once() -> None:
     reads = reads_of_blocks(plan, GPU.tile_rows)
     assert len(reads) == 256 + 32 * 8
     assert set(reads.values()) == {1}
+    shared = plan.work[plan.work[:, ROW_CNT] > 1]
+    assert shared[:, ROW_CNT].tolist() == [32] * 4  # one node, whose rows fit a tile, in 4 chunks
+    assert shared[:, [TOK0, TOK1]].tolist() == [[t, t + 1024] for t in range(0, 4096, 1024)]
     moved = plan_bytes(plan, GPU)
     unique = len(reads) * 16 * GPU.token_bytes
     assert moved.kv == unique

@@ -13,6 +13,7 @@ from triton.runtime.errors import InterpreterError
 
 from prefixkv.kernels import triton_backend
 from prefixkv.kernels.plan import BASE_POS, Plan, build_plan
+from prefixkv.kernels.plan_options import PlanOptions
 from prefixkv.kernels.triton_attention import attend_items, empty_partials
 from prefixkv.kernels.triton_backend import TritonBackend
 from prefixkv.kernels.triton_plan import upload_plan
@@ -224,6 +225,27 @@ def test_a_row_does_not_depend_on_its_batch(
             out = backend.attend(forest.pool, LAYER, forest.query[rows], plan, forest.scale)
 
         assert torch.equal(out, together[rows])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "seed"), [(torch.float32, 1), (torch.float32, 2), (torch.bfloat16, 1)]
+)
+def test_with_one_tile_grouping_changes_no_bit(
+    make_forest: "MakeForest", monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, seed: int
+) -> None:
+    """Fixed chunks, and nodes whose rows would take another tile than a row alone."""
+    monkeypatch.setattr(triton_backend, "choose_tiles", lambda *_: SMALL_TILES)
+    backend = TritonBackend(one_tile=True)
+    options = PlanOptions(
+        token_bytes=1000, partial_bytes=1, tile_rows=16, chunk_tokens=16, fixed_chunks=True
+    )
+    forest = make_forest(seed, dtype=dtype, num_seqs=8, longest=80, query_lens=[1] * 8)
+    for window in (None, 37):  # with a window runs do not begin at multiples of a tile
+        together, alone = (
+            backend.attend(forest.pool, LAYER, forest.query, forest.plan(window, one), forest.scale)
+            for one in (options, replace(options, share=False))
+        )
+        assert torch.equal(together, alone)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, for inf - inf
