@@ -1,6 +1,5 @@
 """The engine's greedy tokens against transformers: a part of `benchmarks/gpu.py`."""
 
-import dataclasses
 import warnings
 from collections import Counter
 from typing import Any, NamedTuple
@@ -118,20 +117,13 @@ def compare(expected: list[Reference], found: list[list[int]]) -> dict[str, Any]
     }  # fmt: skip
 
 
-def takes_device(session: Session) -> bool:
-    """Whether this version of the engine runs there."""
-    fields = {field.name for field in dataclasses.fields(EngineConfig)}
-    return session.device.type == "cpu" or "device" in fields
-
-
 def make_engine(session: Session, model: Any, tokenizer: Any) -> Engine:
     """An engine with a pool of 4 GiB at most."""
-    options: dict[str, Any] = {"attention_backend": "triton", "seed": 1}
+    options: dict[str, Any] = {"num_blocks": 4096}
     if session.smoke:
-        options.update(num_blocks=200, max_num_batched_tokens=64)
-    else:
-        options.update(num_blocks=4096, device=session.device.type)
-    return Engine(LanguageModel.from_transformers(model, tokenizer), EngineConfig(**options))
+        options = {"num_blocks": 200, "max_num_batched_tokens": 64}
+    config = EngineConfig(attention_backend="triton", device=session.device.type, **options)
+    return Engine(LanguageModel.from_transformers(model, tokenizer), config)
 
 
 def waits(engine: Engine, prompts: list[list[int]], num_steps: int) -> dict[str, float]:
@@ -199,10 +191,6 @@ def run(session: Session, until: float) -> None:
     """float32, then half precision, while more than `until` seconds are left."""
     results: dict[str, Any] = {}
     session.report["engine"] = results
-    if not takes_device(session):
-        session.skip("engine", "all", "this version of the engine runs on the CPU only")
-        session.check("engine: transformers' tokens", "not run", None)
-        return
     # the interpreter of triton does not compute with bfloat16
     half = torch.float16 if session.smoke else torch.bfloat16
     for dtype in (torch.float32, half):
