@@ -16,6 +16,7 @@ from prefixkv.api.health import health_router
 from prefixkv.api.models import models_router
 from prefixkv.api.request_id import RequestIds
 from prefixkv.api.service import Service
+from prefixkv.api.tokenization import tokenization_router
 from prefixkv.errors import PrefixKVError
 
 MAX_BODY_BYTES = 32 * 2**20
@@ -61,6 +62,7 @@ def create_app(
     app.include_router(completions_router(service))
     app.include_router(chat_completions_router(service))
     app.include_router(models_router(service))
+    app.include_router(tokenization_router(service))
     app.include_router(health_router(service))
     for kind in (PrefixKVError, ClientDisconnect):
         app.add_exception_handler(kind, handle_error)

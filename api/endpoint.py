@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -76,10 +76,13 @@ class Job:
     is_only_echo: bool = False
 
 
+MadeT = TypeVar("MadeT")
+
+
 async def read_job(
-    service: Service, http_request: Request, make_job: Callable[[Service, bytes], Job]
-) -> Job:
-    """Read the body and make a job of it.
+    service: Service, http_request: Request, make_job: Callable[[Service, bytes], MadeT]
+) -> MadeT:
+    """Read the body and make a job of it, or whatever `make_job` makes.
 
     Raises:
         InvalidRequest: the body or a field of it is wrong.

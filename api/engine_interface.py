@@ -23,6 +23,18 @@ class Tokenizer(Protocol):
         """Return the ids of `text`; raises InvalidRequest where it cannot be encoded."""
         ...
 
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Return the text of the tokens; broken characters become U+FFFD."""
+        ...
+
+    def token_strings(self, token_ids: Sequence[int]) -> list[str]:
+        """Return each token as the vocabulary spells it."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """Return the tokenizer's class, special tokens and chat template, for JSON."""
+        ...
+
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],

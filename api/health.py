@@ -1,4 +1,6 @@
-"""GET /health: whether the engine takes requests. It generates nothing."""
+"""GET /health and /ready: whether the engine takes requests; GET /version. None generates."""
+
+from importlib.metadata import version
 
 from fastapi import APIRouter
 from starlette.responses import Response
@@ -9,15 +11,22 @@ from prefixkv.errors import EngineStopped
 
 
 def health_router(service: Service) -> APIRouter:
-    """Return the route that load balancers ask."""
+    """Return the routes that load balancers and operators ask."""
     router = APIRouter()
 
     @router.get("/health", response_model=None)
+    @router.get("/ready", response_model=None)
     @router.head("/health", response_model=None, include_in_schema=False)
+    @router.head("/ready", response_model=None, include_in_schema=False)
     async def health() -> Response:
         """Answer 200 while the engine runs, else 503."""
         if not service.engine.is_running:
             raise EngineStopped("The engine is not running.")
         return json_response({"status": "ok"})
+
+    @router.get("/version", response_model=None)
+    async def tell_version() -> Response:
+        """Tell the version of the server."""
+        return json_response({"version": version("prefixkv")})
 
     return router

@@ -196,6 +196,20 @@ class ChatCompletionRequest(GenerationRequest):
             raise InvalidRequest("top_logprobs needs logprobs: true.", "top_logprobs")
 
 
+class TokenizeRequest(ChatCompletionRequest):
+    """Body of POST /tokenize: a prompt, or a chat as /v1/chat/completions takes it."""
+
+    prompt: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(GenerationRequest):
+    """Body of POST /detokenize."""
+
+    tokens: list[Int] | None = None
+
+
 RequestT = TypeVar("RequestT", bound=GenerationRequest)
 
 

@@ -55,11 +55,13 @@ class Tokenizer:
         ids: list[int] = self.hf.encode(text, add_special_tokens=add_special_tokens, verbose=False)
         return ids
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of the tokens without special ones; broken characters become U+FFFD."""
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Return the text of the tokens; broken characters become U+FFFD."""
         # cleaning up would change earlier text when later tokens come
         text = self.hf.decode(
-            list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+            list(token_ids),
+            skip_special_tokens=skip_special_tokens,
+            clean_up_tokenization_spaces=False,
         )
         assert isinstance(text, str)  # a list would mean a batch
         return text
@@ -67,6 +69,22 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """Return what a token adds to a text as UTF-8, perhaps a part of a character."""
         return self._token_bytes(token_id)
+
+    def token_strings(self, token_ids: Sequence[int]) -> list[str]:
+        """Return each token as the vocabulary spells it, a space perhaps as another character."""
+        strings = self.hf.convert_ids_to_tokens(list(token_ids))
+        assert isinstance(strings, list)  # one string would mean a single id
+        return strings
+
+    def describe(self) -> dict[str, Any]:
+        """Return what clients ask of a tokenizer, ready for JSON; None where it has none."""
+        names = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template")
+        told = {name: getattr(self.hf, name, None) for name in names}
+        return {
+            "tokenizer_class": type(self.hf).__name__,
+            "vocab_size": self.vocab_size,
+            **{name: None if value is None else str(value) for name, value in told.items()},
+        }
 
     def render_chat(
         self,

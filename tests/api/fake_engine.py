@@ -39,6 +39,18 @@ class ByteTokenizer:
         """Return the bytes of `text`."""
         return list(text.encode())
 
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Return the text of bytes."""
+        return bytes(token_ids).decode("utf-8", "replace")
+
+    def token_strings(self, token_ids: Sequence[int]) -> list[str]:
+        """Return hexadecimal numbers."""
+        return [f"{token_id:02x}" for token_id in token_ids]
+
+    def describe(self) -> dict[str, Any]:
+        """Return a part of what a real one tells."""
+        return {"tokenizer_class": "ByteTokenizer", "eos_token": None}
+
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],

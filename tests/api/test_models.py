@@ -1,4 +1,6 @@
-"""GET /v1/models and /health."""
+"""GET /v1/models, /health, /ready and /version."""
+
+from importlib.metadata import version
 
 import httpx
 
@@ -26,15 +28,23 @@ def test_the_api_describes_itself(client: httpx.Client) -> None:
     """The OpenAPI document has every path; warnings, which are errors here, would show."""
     paths = client.get("/openapi.json").json()["paths"].keys()
 
-    assert {"/v1/completions", "/v1/chat/completions", "/v1/models", "/health"} <= paths
+    generating = {"/v1/completions", "/v1/chat/completions"}
+    assert generating | {"/v1/models", "/health", "/ready", "/version"} <= paths
+    assert {"/tokenize", "/detokenize", "/tokenizer_info"} <= paths
 
 
 def test_health_follows_the_engine(client: httpx.Client, engine: FakeEngine) -> None:
     """200 while it runs, 503 with Retry-After while it does not; requests are refused alike."""
     assert client.get("/health").status_code == 200
-    assert client.head("/health").status_code == 200
+    assert client.get("/ready").status_code == client.head("/health").status_code == 200
     engine.is_running = False
-    for response in (client.get("/health"), client.post("/v1/completions", json={"prompt": "x"})):
+    asked = client.get("/health"), client.get("/ready")
+    for response in (*asked, client.post("/v1/completions", json={"prompt": "x"})):
         assert response.status_code == 503
         assert response.headers["retry-after"]
         assert response.json()["error"]["code"] == "engine_stopped"
+
+
+def test_the_version_is_told(client: httpx.Client) -> None:
+    """Also while the engine does not run."""
+    assert client.get("/version").json() == {"version": version("prefixkv")}

@@ -1,5 +1,6 @@
 """Texts and chats become tokens the same way however a client wraps them."""
 
+import json
 from typing import Any
 
 import pytest
@@ -110,3 +111,22 @@ def test_facts(tokenizer: Tokenizer) -> None:
     assert tokenizer.vocab_size == 257
     assert tokenizer.eos_token_id is None
     assert tokenizer.special_token_ids == {0}
+
+
+def test_special_tokens_are_shown_on_demand(tokenizer: Tokenizer) -> None:
+    """As the vocabulary spells them, and in a text."""
+    ids = tokenizer.encode("a b")
+
+    assert tokenizer.token_strings(ids) == ["<s>", "a", "Ġ", "b"]
+    assert tokenizer.decode(ids) == "a b"
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "<s>a b"
+
+
+def test_it_describes_itself_for_json(tokenizer: Tokenizer) -> None:
+    """Nothing but strings, numbers and null."""
+    told = tokenizer.describe()
+
+    assert json.loads(json.dumps(told)) == told
+    assert (told["bos_token"], told["eos_token"], told["pad_token"]) == ("<s>", None, None)
+    assert told["chat_template"] == TEMPLATE
+    assert told["vocab_size"] == 257
