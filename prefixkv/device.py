@@ -1,6 +1,7 @@
 """Where the model and the pool are, and which backend serves them there."""
 
 import re
+from contextlib import AbstractContextManager, nullcontext
 from typing import cast
 
 import torch
@@ -26,6 +27,11 @@ def choose_device(name: str) -> torch.device:
     if (device.index or 0) >= count:
         raise ConfigError(f"device is {name!r}, but torch {torch.__version__} sees {count} of them")
     return device
+
+
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """Make a GPU the current one of this thread, which is the one that Triton launches on."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def choose_backend(facts: ModelFacts, name: str, device: torch.device) -> AttentionBackend:

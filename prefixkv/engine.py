@@ -22,7 +22,7 @@ from prefixkv.admission import (
 from prefixkv.attention_step import StepAttention
 from prefixkv.beam_search import BeamSearch
 from prefixkv.config import EngineConfig
-from prefixkv.device import choose_backend, choose_device
+from prefixkv.device import choose_backend, choose_device, current
 from prefixkv.errors import (
     ConfigError,
     InvalidRequest,
@@ -294,7 +294,8 @@ class Engine:
         """Compute, commit and deliver; what is to be told is added to `_untold`."""
         failure: str | None = None
         try:
-            results = self._compute(batch)
+            with current(self.device):
+                results = self._compute(batch)
         except Exception as error:
             logger.exception("a step of %d branches failed", len(batch))
             failure = f"{type(error).__name__}: {error}"

@@ -1,6 +1,8 @@
 """Where an engine runs: what is chosen, what is refused, and what is left for its pool."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from prefixkv.device_memory import bytes_for_cache
 from prefixkv.errors import ConfigError
 from prefixkv.kernels.plan_options import PlanOptions
 from prefixkv.model import LanguageModel
+from prefixkv.sampling_params import SamplingParams
 
 CUDA = torch.device("cuda")
 
@@ -72,6 +75,33 @@ def test_backends_know_their_devices() -> None:
     assert choose_backend(exact, "auto", CUDA).name == "reference"
     with pytest.raises(ConfigError, match=r"not torch\.float64"):
         choose_backend(exact, "triton", CUDA)
+
+
+def test_a_step_runs_with_its_gpu_as_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton launches on the current device of the thread, wherever the tensors are."""
+    entered: list[torch.device] = []
+
+    @contextmanager
+    def device(device: torch.device) -> Iterator[None]:
+        entered.append(device)
+        yield
+        entered.append(torch.device("cpu"))
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    engine = tiny_engine()
+    compute = engine._compute
+
+    def seen(batch: Any) -> Any:
+        assert entered == [torch.device("cuda:1")]
+        engine.device = torch.device("cpu")
+        return compute(batch)
+
+    monkeypatch.setattr(engine, "_compute", seen)
+    engine.device = torch.device("cuda:1")
+    engine.add([5, 6, 7], SamplingParams(max_tokens=1, temperature=0.0))
+    (delta,) = engine.step()
+    assert delta.error is None
+    assert entered == [torch.device("cuda:1"), torch.device("cpu")]
 
 
 @pytest.mark.parametrize("share", [0, -0.1, 1.01, float("nan")])
