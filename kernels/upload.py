@@ -36,6 +36,11 @@ def upload_array(array: NDArray[Any], device: torch.device) -> Tensor:
     return upload_arrays([array], device)[0]
 
 
+def upload_ids(ids: Sequence[int], device: torch.device) -> Tensor:
+    """Copy integers as int64 [len(ids)]; see `upload_arrays`."""
+    return upload_array(np.array(ids, np.int64), device)
+
+
 def _stage(arrays: Sequence[NDArray[Any]], firsts: Sequence[int], *, pinned: bool) -> Tensor:
     """Return uint8 [firsts[-1]] with the bytes of each array from its place in `firsts` on."""
     staged = torch.empty(firsts[-1], dtype=torch.uint8, pin_memory=pinned)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from prefixkv.kernels.upload import upload_array
+from prefixkv.kernels.upload import upload_array, upload_ids
 from prefixkv.logits_processing import RuledRow, apply_rules
 from prefixkv.logits_rules import LogitsRules
 from prefixkv.logprobs import LogprobRows, likeliest, rows_of_logprobs
@@ -118,7 +118,7 @@ class Sampler:
         tokens = torch.argmax(scores, dim=-1)
         drawn = [i for i, row in enumerate(rows) if not row.params.is_greedy]
         if drawn:
-            picked = _on_device(drawn, logits)
+            picked = upload_ids(drawn, logits.device)
             tokens[picked] = _draw(scores[picked], [rows[i] for i in drawn])
         told = [i for i, row in enumerate(rows) if row.num_top_logprobs is not None]
         logprobs = _wanted_logprobs(logits, tokens, rows, told) if told else None
@@ -170,14 +170,14 @@ def _under_rules(
         assert rules is not None
         for_rules.append(RuledRow(i, rules, rows[i].tokens, rows[i].num_prompt_tokens))
     apply_rules(scores, for_rules)
-    return scores, scores[_on_device(ruled, scores)].amax(dim=-1) == -torch.inf
+    return scores, scores[upload_ids(ruled, scores.device)].amax(dim=-1) == -torch.inf
 
 
 def _wanted_logprobs(
     logits: torch.Tensor, tokens: torch.Tensor, rows: Sequence[SamplingRow], told: Sequence[int]
 ) -> LogprobRows:
     """Return what is wanted of some rows; of the model's own logits, which no parameter changed."""
-    picked = _on_device(told, logits)
+    picked = upload_ids(told, logits.device)
     num_top = [rows[i].num_top_logprobs or 0 for i in told]
     return rows_of_logprobs(logits[picked], tokens[picked], num_top)
 
@@ -200,10 +200,10 @@ def _drop_below_top_k(scores: torch.Tensor, top_k: Sequence[int]) -> None:
     limited = [i for i, k in enumerate(top_k) if 0 < k < vocab_size]
     if not limited:
         return
-    rows = _on_device(limited, scores)
+    rows = upload_ids(limited, scores.device)
     wanted = [top_k[i] for i in limited]
     likeliest = scores[rows].topk(max(wanted), dim=-1).values
-    threshold = likeliest.gather(-1, _on_device(wanted, scores)[:, None] - 1)
+    threshold = likeliest.gather(-1, upload_ids(wanted, scores.device)[:, None] - 1)
     scores[rows] = scores[rows].masked_fill(scores[rows] < threshold, -torch.inf)
 
 
@@ -212,7 +212,7 @@ def _drop_outside_nucleus(weights: torch.Tensor, top_p: Sequence[float]) -> None
     limited = [i for i, p in enumerate(top_p) if p < 1]
     if not limited:
         return
-    rows = _on_device(limited, weights)
+    rows = upload_ids(limited, weights.device)
     chosen = weights[rows]
     total = chosen.sum(dim=-1, keepdim=True, dtype=torch.float64)
     mass = _column([top_p[i] for i in limited], total) * total
@@ -242,7 +242,3 @@ def _in_float32_range(temperature: float) -> float:
 
 def _column(numbers: Sequence[float], like: torch.Tensor) -> torch.Tensor:
     return upload_array(np.array(numbers, np.float64), like.device).to(like.dtype)[:, None]
-
-
-def _on_device(numbers: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-    return upload_array(np.array(numbers, np.int64), like.device)

@@ -3,10 +3,9 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 
-from prefixkv.kernels.upload import upload_array
+from prefixkv.kernels.upload import upload_ids
 from prefixkv.logprobs import token_logprobs
 from prefixkv.outputs import TokenLogprobs
 from prefixkv.request import Branch
@@ -80,7 +79,7 @@ def _pick(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
     """Return some rows; without copying, if they are all rows in their order."""
     if rows == list(range(len(logits))):
         return logits
-    return logits[upload_array(np.array(rows, np.int64), logits.device)]
+    return logits[upload_ids(rows, logits.device)]
 
 
 def _with_rows(batch: Sequence[ScheduledBranch]) -> Iterator[tuple[ScheduledBranch, int, int]]:
@@ -94,11 +93,11 @@ def _score(item: ScheduledBranch, logits: torch.Tensor) -> list[TokenLogprobs]:
     """Return the log-probabilities of the prompt's tokens that follow these rows."""
     request = item.branch.request
     known = len(request.prompt_logprobs)
-    targets = np.array(request.prompt[known : known + len(logits)], np.int64)
+    targets = request.prompt[known : known + len(logits)]
     if not len(targets):
         return []
     num_top = [request.num_top_prompt_logprobs] * len(targets)
-    on_device = upload_array(targets, logits.device)
+    on_device = upload_ids(targets, logits.device)
     return token_logprobs(logits[: len(targets)], on_device, num_top)
 
 

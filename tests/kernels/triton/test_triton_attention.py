@@ -227,12 +227,12 @@ def test_a_row_does_not_depend_on_its_batch(
         assert torch.equal(out, together[rows])
 
 
+@pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_with_one_tile_grouping_changes_no_bit(
-    make_forest: "MakeForest", monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+    make_forest: "MakeForest", dtype: torch.dtype
 ) -> None:
     """Fixed chunks, and nodes whose rows would take another tile than a row alone."""
-    monkeypatch.setattr(triton_backend, "choose_tiles", lambda *_: SMALL_TILES)
     backend = TritonBackend(one_tile=True)
     options = PlanOptions(
         token_bytes=1000, partial_bytes=1, tile_rows=16, chunk_tokens=16, fixed_chunks=True
