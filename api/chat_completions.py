@@ -4,11 +4,11 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from prefixkv.api.bodies import chat_body
 from prefixkv.api.body import parse_object
 from prefixkv.api.endpoint import Job, Shape, answer, read_job
 from prefixkv.api.logprobs import ChatLogprobs
 from prefixkv.api.messages import chat_prompt
-from prefixkv.api.responses import chat_body
 from prefixkv.api.schemas import ChatCompletionRequest, parse_request
 from prefixkv.api.service import Service
 from prefixkv.api.streaming import ChatChunks

@@ -4,12 +4,12 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from prefixkv.api.bodies import completion_body
 from prefixkv.api.body import parse_object
 from prefixkv.api.echo import Echo, make_echo
 from prefixkv.api.endpoint import Job, Shape, answer, read_job
 from prefixkv.api.logprobs import CompletionLogprobs
 from prefixkv.api.prompts import as_list, token_prompts
-from prefixkv.api.responses import completion_body
 from prefixkv.api.schemas import CompletionRequest, parse_request
 from prefixkv.api.service import COMPLETION_MAX_TOKENS, Service
 from prefixkv.api.streaming import CompletionChunks

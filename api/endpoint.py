@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
+from prefixkv.api.bodies import Envelope, json_response
 from prefixkv.api.body import read_body
 from prefixkv.api.disconnect import unless_disconnected
 from prefixkv.api.echo import Echo, echoed
@@ -15,10 +16,11 @@ from prefixkv.api.engine_interface import Tokenizer
 from prefixkv.api.generation import Deltas, IndexedDelta, collect, generate
 from prefixkv.api.logprobs import LogprobsBody, prompt_logprobs_body
 from prefixkv.api.request_id import request_id_of
-from prefixkv.api.responses import Envelope, json_response
 from prefixkv.api.schemas import GenerationRequest
 from prefixkv.api.service import Service
 from prefixkv.api.streaming import Chunks, EventStream, Told, events
+from prefixkv.api.tenant import tenant_of
+from prefixkv.cache_control import CacheControl
 from prefixkv.outputs import Completion
 from prefixkv.sampling_params import SamplingParams
 
@@ -74,6 +76,7 @@ class Job:
     model: str
     echoes: Sequence[Echo] = ()
     is_only_echo: bool = False
+    cache_controls: Sequence[CacheControl] | None = None
 
 
 MadeT = TypeVar("MadeT")
@@ -110,7 +113,15 @@ async def answer(service: Service, http_request: Request, job: Job, shape: Shape
         echo = job.echoes[index // job.params.n].text if job.echoes else ""
         return shape.logprobs(service.engine.tokenizer, echo)
 
-    deltas = generate(service.engine, job.prompts, job.params, job.request, envelope.id)
+    deltas = generate(
+        service.engine,
+        job.prompts,
+        job.params,
+        response_id=envelope.id,
+        salt=tenant_of(http_request).salt_for(job.request.cache_salt),
+        priority=job.request.priority or 0,
+        cache_controls=job.cache_controls,
+    )
     if job.echoes:
         num_top = job.request.num_logprobs
         deltas = echoed(deltas, job.echoes, num_top=num_top, is_all=job.is_only_echo)

@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
+from prefixkv.cache_control import CacheControl
 from prefixkv.outputs import OutputDelta
 from prefixkv.sampling_params import SamplingParams
 
@@ -81,6 +82,7 @@ class ServingEngine(Protocol):
         request_id: str | None = None,
         cache_salt: str | None = None,
         priority: int = 0,
+        cache_control: CacheControl | None = None,
     ) -> AsyncIterator[OutputDelta]:
         """Yield deltas until each of the `n` outputs has had one with a finish reason.
 

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 
 from prefixkv.api.engine_interface import ServingEngine
-from prefixkv.api.schemas import GenerationRequest
+from prefixkv.cache_control import CacheControl
 from prefixkv.errors import StepFailed
 from prefixkv.outputs import BranchOutput, Completion, OutputDelta, Usage
 from prefixkv.sampling_params import SamplingParams
@@ -21,12 +21,16 @@ def generate(
     engine: ServingEngine,
     prompts: Sequence[Sequence[int]],
     params: SamplingParams,
-    request: GenerationRequest,
+    *,
     response_id: str,
+    salt: str | None,
+    priority: int,
+    cache_controls: Sequence[CacheControl] | None = None,
 ) -> Deltas:
     """Yield (prompt index, delta) as the engine produces them; nothing runs before the first one.
 
-    The first error ends all prompts; so does closing the generator.
+    The first error ends all prompts; so does closing the generator. `cache_controls` has one for
+    each prompt.
     """
     # a client may send one id twice at the same time; the engine's ids stay unique
     unique = uuid.uuid4().hex[:8]
@@ -36,8 +40,9 @@ def generate(
                 prompt,
                 params,
                 request_id=f"{response_id}-{index}-{unique}",
-                cache_salt=request.cache_salt,
-                priority=request.priority or 0,
+                cache_salt=salt,
+                priority=priority,
+                cache_control=cache_controls[index] if cache_controls else None,
             )
             for index, prompt in enumerate(prompts)
         ],

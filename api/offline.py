@@ -35,7 +35,7 @@ async def print_texts(
     ids = _chats(engine, prompts) if is_chat else _texts(engine, prompts)
     await engine.start()
     try:
-        deltas = generate(engine, ids, params, request, "offline")
+        deltas = generate(engine, ids, params, response_id="offline", salt=None, priority=0)
         if len(ids) == 1:
             await _print_live(deltas, out)
         else:

@@ -10,11 +10,11 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from prefixkv.api.bodies import Envelope, dump_json, usage_body
 from prefixkv.api.disconnect import unless_disconnected
 from prefixkv.api.errors import describe
 from prefixkv.api.generation import Deltas, IndexedDelta
 from prefixkv.api.logprobs import LogprobsBody
-from prefixkv.api.responses import Envelope, dump_json, usage_body
 from prefixkv.outputs import OutputDelta, TokenLogprobs, Usage
 
 DONE = b"data: [DONE]\n\n"

@@ -12,6 +12,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from prefixkv.cache_control import CacheControl
 from prefixkv.engine import Engine
 from prefixkv.errors import EngineStopped, PrefixKVError, StepFailed
 from prefixkv.outputs import OutputDelta
@@ -96,6 +97,7 @@ class AsyncEngine:
         request_id: str | None = None,
         cache_salt: str | None = None,
         priority: int = 0,
+        cache_control: CacheControl | None = None,
     ) -> AsyncIterator[OutputDelta]:
         """Yield the deltas of a request; the last of each of its `n` outputs has a finish reason.
 
@@ -112,7 +114,12 @@ class AsyncEngine:
         try:
             await self.run(
                 lambda: self.engine.add(
-                    prompt, params, request_id=key, cache_salt=cache_salt, priority=priority
+                    prompt,
+                    params,
+                    request_id=key,
+                    cache_salt=cache_salt,
+                    priority=priority,
+                    cache_control=cache_control,
                 )
             )
             num_open = params.n

@@ -21,6 +21,7 @@ from prefixkv.admission import (
 )
 from prefixkv.attention_step import StepAttention
 from prefixkv.beam_search import BeamSearch
+from prefixkv.cache_control import CacheControl
 from prefixkv.config import EngineConfig
 from prefixkv.device import choose_backend, choose_device, current
 from prefixkv.errors import (
@@ -148,6 +149,7 @@ class Engine:
         priority: int = 0,
         after: HeldBranch | None = None,
         keep: bool = False,
+        cache_control: CacheControl | None = None,
     ) -> Request:
         """Queue a request; its deltas come from later steps.
 
@@ -157,6 +159,7 @@ class Engine:
             priority: lower goes first.
             after: a held branch to go on from, salt included.
             keep: hold each branch when it ends, in `held` of the request.
+            cache_control: prefixes to lease, and what others may find.
 
         Raises:
             InvalidRequest: if the prompt is empty, holds ids out of the vocabulary, or is too long.
@@ -193,6 +196,7 @@ class Engine:
             rules=rules,
             origin=after,
             keeps=keep,
+            cache_control=cache_control,
         )
         if request.request_id in self._outputs:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from prefixkv.cache_control import CacheReport
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
@@ -14,6 +16,7 @@ class Usage:
     from blocks that other requests computed. `num_computed_tokens` counts what the model really
     ran for this request, recomputation after preemption included. All branches count together;
     `peak_num_blocks` are distinct blocks held at once, those that several branches share once.
+    `num_cache_write_tokens` are prompt tokens that were computed and can be found by others.
     """
 
     num_prompt_tokens: int = 0
@@ -25,6 +28,7 @@ class Usage:
     num_copies: int = 0
     num_slots_copied: int = 0
     peak_num_blocks: int = 0
+    num_cache_write_tokens: int = 0
 
 
 class TokenLogprobs(NamedTuple):
@@ -58,6 +62,7 @@ class OutputDelta:
     `logprobs` is parallel to `token_ids`, None unless the request asked for it. `score` is what a
     beam or a sample of `best_of` was ranked by, on its last delta. `prompt_logprobs` comes with the
     first delta of a request that asked for them, one value for each token of the prompt.
+    `cache_report` comes with the last delta of a request.
     """
 
     request_id: str
@@ -71,6 +76,7 @@ class OutputDelta:
     index: int = 0
     score: float | None = None
     prompt_logprobs: tuple[PromptLogprob, ...] | None = None
+    cache_report: CacheReport | None = None
 
 
 @dataclass(slots=True)
@@ -110,12 +116,15 @@ class Completion:
     outputs: list[BranchOutput]
     prompt_token_ids: list[int] = field(default_factory=list, repr=False)
     prompt_logprobs: list[PromptLogprob] | None = field(default=None, repr=False)
+    cache_report: CacheReport | None = None
 
     def add(self, delta: OutputDelta) -> None:
         """Append a delta of the request."""
         self.outputs[delta.index].add(delta)
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = list(delta.prompt_logprobs)
+        if delta.cache_report is not None:
+            self.cache_report = delta.cache_report
 
     @property
     def text(self) -> str:

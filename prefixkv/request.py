@@ -3,6 +3,7 @@
 from array import array
 
 from prefixkv.block import Block
+from prefixkv.cache_control import CacheControl
 from prefixkv.hashing import Tokens, pack_tokens
 from prefixkv.held_branch import HeldBranch
 from prefixkv.identity import ModelIdentity
@@ -27,6 +28,7 @@ class Request:
         origin: a held branch that its prompt begins with; None if there is none.
         keeps: whether its branches are held when they end.
         held: those that ended, by index, if it `keeps` them.
+        cache_control: what it asks of the cache; None for nothing besides being matched.
         rules: what its parameters ask of logits; the same for all that is generated for it.
         branches: those that wait or run, by index.
         num_blocks_held: distinct blocks that its branches held at the last step that took any.
@@ -49,6 +51,7 @@ class Request:
         rules: LogitsRules | None = None,
         origin: HeldBranch | None = None,
         keeps: bool = False,
+        cache_control: CacheControl | None = None,
     ) -> None:
         self.request_id = request_id
         self.prompt = array("i", pack_tokens(prompt))
@@ -61,6 +64,7 @@ class Request:
         self.rules = rules
         self.origin = origin
         self.keeps = keeps
+        self.cache_control = cache_control
         self.held: dict[int, HeldBranch] = {}
         self.admission: int | None = None
         self.usage = Usage(num_prompt_tokens=len(self.prompt))

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from prefixkv.admission import refuse_beside_beams
+from prefixkv.cache_control import CacheControl
 from prefixkv.errors import ContextLengthExceeded, EngineStopped, InvalidRequest
 from prefixkv.outputs import (
     BranchOutput,
@@ -155,6 +156,7 @@ class FakeEngine:
         request_id: str | None = None,
         cache_salt: str | None = None,
         priority: int = 0,
+        cache_control: CacheControl | None = None,
     ) -> AsyncIterator[OutputDelta]:
         """Yield one letter after another."""
         self._require_running()
@@ -170,7 +172,9 @@ class FakeEngine:
             )
         num_cached = self._num_cached(prompt)
         call = {"prompt": list(prompt), "params": params, "request_id": request_id}
-        self.calls.append(call | {"cache_salt": cache_salt, "priority": priority})
+        self.calls.append(
+            call | {"cache_salt": cache_salt, "priority": priority, "cache_control": cache_control}
+        )
         usage = Usage(num_prompt_tokens=len(prompt), num_cached_tokens=num_cached)
         answers = [Answer(i, self.script, num_tokens, params) for i in range(params.num_branches)]
         scores = _prompt_logprobs(prompt, params.prompt_logprobs)

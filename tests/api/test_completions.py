@@ -148,7 +148,7 @@ def test_sampling_fields_reach_the_engine(client: httpx.Client, engine: FakeEngi
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0, 0.5, 7, 0.1)
     assert (params.seed, params.max_tokens, params.ignore_eos) == (-3, 4, True)
     assert (params.stop, params.stop_token_ids) == (("z",), (121,))
-    assert (call["cache_salt"], call["priority"]) == ("a+/=", -2)
+    assert (call["cache_salt"], call["priority"]) == ("client:a+/=", -2)
 
 
 def test_what_processes_logits_reaches_the_engine(client: httpx.Client, engine: FakeEngine) -> None:

@@ -6,7 +6,6 @@ from collections.abc import AsyncGenerator
 import pytest
 
 from prefixkv.api.generation import collect, generate
-from prefixkv.api.schemas import GenerationRequest
 from prefixkv.errors import StepFailed
 from prefixkv.outputs import FinishReason, OutputDelta, Usage
 from prefixkv.sampling_params import SamplingParams
@@ -28,7 +27,7 @@ class ScriptedEngine(FakeEngine):
 def run(engine: FakeEngine, num_prompts: int, n: int = 1) -> None:
     """Run the prompts to their end."""
     prompts = [[1]] * num_prompts
-    deltas = generate(engine, prompts, SamplingParams(n=n), GenerationRequest(), "id")
+    deltas = generate(engine, prompts, SamplingParams(n=n), response_id="id", salt=None, priority=0)
     asyncio.run(collect(deltas, num_prompts, n))
 
 
@@ -57,7 +56,9 @@ def test_closing_the_answers_aborts_the_prompts() -> None:
     async def listen_once(engine: FakeEngine, num_prompts: int) -> None:
         await engine.start()
         prompts = [[1]] * num_prompts
-        deltas = generate(engine, prompts, SamplingParams(), GenerationRequest(), "id")
+        deltas = generate(
+            engine, prompts, SamplingParams(), response_id="id", salt=None, priority=0
+        )
         await anext(deltas)
         await deltas.aclose()
 

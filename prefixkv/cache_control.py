@@ -1,0 +1,77 @@
+"""What a request asks of the cache besides being matched, and what the cache says of it."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+MissReason = Literal[
+    "none",
+    "disabled",
+    "never_computed",
+    "differs",
+    "evicted",
+    "reset",
+    "weights_changed",
+    "other_salt",
+]
+"""Why a prompt's first token that was not found was not: "none" where all was found that can be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Breakpoint:
+    """The end of a prefix of the prompt that is to stay findable: a lease on its chain.
+
+    Args:
+        num_tokens: of the prompt, from its start; need not end a block.
+        ttl_s: how long at least, from when the request ends.
+    """
+
+    num_tokens: int
+    ttl_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheControl:
+    """How one request uses the cache.
+
+    Args:
+        breakpoints: shortest first.
+        write_limit: tokens of its sequences, at most, that other requests may find; None for all.
+        session: a name; a session that goes on gives up its leases that the new ones cover or
+            replace. Names of different identities have nothing to do with each other.
+    """
+
+    breakpoints: tuple[Breakpoint, ...] = ()
+    write_limit: int | None = None
+    session: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """Why the reuse of a prompt stopped where it did, as seen at the first admission.
+
+    Attributes:
+        num_cached_tokens: prompt tokens found, as in `Usage`.
+        cached_token_ids: what stands in the cache from there on, at most 16 tokens, where the
+            prompt goes on differently ("differs"); of the same identity, salt included.
+    """
+
+    reason: MissReason
+    num_cached_tokens: int
+    cached_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseOutcome:
+    """What became of a breakpoint: `refused` says why, and is None for one that was granted."""
+
+    num_tokens: int
+    ttl_s: float
+    refused: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CacheReport:
+    """What the cache did for a request; told with its last delta."""
+
+    miss: Miss
+    leases: tuple[LeaseOutcome, ...] = ()
