@@ -45,6 +45,15 @@ class Tokenizer(Protocol):
         """Return the ids of the rendered chat; raises InvalidRequest on messages it refuses."""
         ...
 
+    def chat_text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        **template_kwargs: Any,
+    ) -> str:
+        """Return the rendered chat, special tokens spelled out; raises as `render_chat`."""
+        ...
+
 
 class ServingEngine(Protocol):
     """An engine that answers many requests at once on the event loop."""

@@ -92,10 +92,24 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         **template_kwargs: Any,
     ) -> list[int]:
-        """Return the tokens of a chat as the model's own template lays it out.
+        """Return the tokens of `chat_text`. The BOS token is there only if the template writes it.
+
+        Raises:
+            InvalidRequest: as for `chat_text`.
+        """
+        text = self.chat_text(messages, add_generation_prompt, **template_kwargs)
+        return self.encode(text, add_special_tokens=False)
+
+    def chat_text(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        **template_kwargs: Any,
+    ) -> str:
+        """Return a chat as the model's own template lays it out, special tokens spelled out.
 
         Text parts are joined and null counts as empty, so that the same text gives the same
-        tokens however a client wraps it. The BOS token is there only if the template writes it.
+        tokens however a client wraps it.
 
         Args:
             messages: at least one.
@@ -125,7 +139,7 @@ class Tokenizer:
         except (TemplateError, ValueError, TypeError, KeyError) as error:
             raise InvalidRequest(f"the model's chat template: {error}", "messages") from None
         assert isinstance(text, str)  # a list would mean a batch
-        return self.encode(text, add_special_tokens=False)
+        return text
 
 
 def _plain_message(message: Message, index: int) -> dict[str, Any]:

@@ -59,9 +59,18 @@ class ByteTokenizer:
         **template_kwargs: Any,
     ) -> list[int]:
         """Return the bytes of a plain transcript."""
+        return self.encode(self.chat_text(messages, add_generation_prompt, **template_kwargs))
+
+    def chat_text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        **template_kwargs: Any,
+    ) -> str:
+        """Return a plain transcript."""
         lines = [f"<{m['role']}>{_text(m['content'])}{_calls(m)}" for m in messages]
         lines += [f"<{name}={value}>" for name, value in sorted(template_kwargs.items())]
-        return self.encode("\n".join(lines) + ("\n<assistant>" if add_generation_prompt else ""))
+        return "\n".join(lines) + ("\n<assistant>" if add_generation_prompt else "")
 
 
 class Answer:
