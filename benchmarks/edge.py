@@ -100,15 +100,17 @@ def chat(content: str, max_tokens: int) -> bytes:
     return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
+async def open_stream(server: Server, request: bytes) -> Stream:
+    """Connect and send a request."""
+    loop = asyncio.get_running_loop()
+    _, stream = await loop.create_connection(lambda: Stream(request), "127.0.0.1", server.port)
+    return stream
+
+
 async def open_streams(server: Server, count: int) -> list[Stream]:
     """Open endless streams, and wait until all have begun."""
-    loop = asyncio.get_running_loop()
     request = chat("Hello!", 1_000_000 // 2)
-    opened = [
-        await loop.create_connection(lambda: Stream(request), "127.0.0.1", server.port)
-        for _ in range(count)
-    ]
-    streams = [stream for _, stream in opened]
+    streams = [await open_stream(server, request) for _ in range(count)]
     while min(stream.num_events for stream in streams) < 10:
         await asyncio.sleep(0.01)
     return streams
@@ -151,12 +153,10 @@ async def gaps(server: Server, seconds: float) -> dict[str, float]:
     await asyncio.sleep(seconds)
     alone = server.ask("loop_gap")
     words = " ".join(f"word{i % 977}" for i in range(WORDS_OF_LONG_PROMPT // 3))
-    loop = asyncio.get_running_loop()
     took, beside = [], []
     for _ in range(ROUNDS):
         began = time.monotonic()
-        request = chat(words, 1)
-        _, stream = await loop.create_connection(lambda r=request: Stream(r), "127.0.0.1", server.port)  # type: ignore[misc]
+        stream = await open_stream(server, chat(words, 1))
         while not stream.num_events:
             await asyncio.sleep(0.005)
         took.append((time.monotonic() - began) * 1e3)
@@ -172,7 +172,10 @@ async def measure(server: Server, seconds: float) -> dict[str, Any]:
     for count in (64, 1):
         rounds = [await cost_of_a_token(server, count, seconds) for _ in range(ROUNDS)]
         best = min(rounds, key=sum)
-        rows[f"{count} streams"] = best._asdict() | {"sum": sum(best), "all": list(map(sum, rounds))}
+        rows[f"{count} streams"] = best._asdict() | {
+            "sum": sum(best),
+            "all": list(map(sum, rounds)),
+        }
         print(f"{count:3} streams: {sum(best):6.1f} µs a token, {best.loop:.1f} of the event loop")
     rows["gap, ms"] = await gaps(server, seconds)
     print("longest time the loop was not free, ms:", rows["gap, ms"])

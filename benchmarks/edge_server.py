@@ -55,7 +55,10 @@ class StubEngine:
         """Open a stream."""
         usage = Usage(num_prompt_tokens=len(prompt))
         request = SimpleNamespace(
-            request_id=request_id, usage=usage, params=params, admission=self.scheduler.num_admissions
+            request_id=request_id,
+            usage=usage,
+            params=params,
+            admission=self.scheduler.num_admissions,
         )
         self.scheduler.num_admissions += 1
         self._left[request_id] = request, params.max_tokens
