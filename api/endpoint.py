@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
+from prefixkv.api.answers import noted
 from prefixkv.api.bodies import Envelope, json_response
 from prefixkv.api.body import read_body
 from prefixkv.api.disconnect import unless_disconnected
@@ -21,7 +22,7 @@ from prefixkv.api.service import Service
 from prefixkv.api.streaming import Chunks, EventStream, Told, events
 from prefixkv.api.tenant import tenant_of
 from prefixkv.cache_control import CacheControl
-from prefixkv.outputs import Completion
+from prefixkv.outputs import BranchOutput, Completion
 from prefixkv.sampling_params import SamplingParams
 
 # encoding more text than this takes longer than a hop to a thread and back, which costs a few
@@ -77,6 +78,8 @@ class Job:
     echoes: Sequence[Echo] = ()
     is_only_echo: bool = False
     cache_controls: Sequence[CacheControl] | None = None
+    note: Callable[[BranchOutput], object] | None = None
+    """Called with each whole answer, before the client sees its end."""
 
 
 MadeT = TypeVar("MadeT")
@@ -125,6 +128,8 @@ async def answer(service: Service, http_request: Request, job: Job, shape: Shape
     if job.echoes:
         num_top = job.request.num_logprobs
         deltas = echoed(deltas, job.echoes, num_top=num_top, is_all=job.is_only_echo)
+    if job.note is not None:
+        deltas = noted(deltas, job.note)
     if not job.request.stream:
         work = collect(deltas, len(job.prompts), job.params.n)
         completions = await unless_disconnected(http_request.receive, work)
