@@ -12,14 +12,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from prefixkv.cache_control import CacheControl
 from prefixkv.engine import Engine
-from prefixkv.engine_stats import EngineStats, read_stats
+from prefixkv.engine_stats import ServingStats, read_stats
 from prefixkv.errors import EngineStopped, PrefixKVError, StepFailed
-from prefixkv.histogram import Histogram
 from prefixkv.outputs import OutputDelta
 from prefixkv.request_times import RequestTimes
 from prefixkv.sampling_params import SamplingParams
@@ -29,15 +27,6 @@ logger = logging.getLogger(__name__)
 
 Command = Callable[[], object]
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class ServingStats:
-    """What there is to know of an engine that serves, at one moment; see `RequestTimes`."""
-
-    engine: EngineStats
-    histograms: Mapping[str, Histogram]
-    num_finished: Mapping[str, int]
 
 
 class Inbox:
@@ -220,10 +209,23 @@ class AsyncEngine:
         """All there is for monitoring; O(blocks) of the worker's time, between two steps."""
 
         def read() -> ServingStats:
-            times = self._times
-            return ServingStats(read_stats(self.engine), times.copy(), dict(times.num_finished))
+            return ServingStats(
+                engine=read_stats(self.engine),
+                histograms=self._times.copy(),
+                num_finished=dict(self._times.num_finished),
+                config=self._cache_config(),
+            )
 
         return await self.run(read)
+
+    def _cache_config(self) -> dict[str, str]:
+        cache = self.engine.cache
+        return {
+            "block_size": str(cache.block_size),
+            "num_gpu_blocks": str(cache.pool.num_usable),
+            "enable_prefix_caching": str(cache.enabled),
+            "cache_dtype": self.engine.identity.kv_dtype.removeprefix("torch."),
+        }
 
     # -- the worker ------------------------------------------------------------------------------
 

@@ -1,10 +1,11 @@
 """What an engine counts, at one moment."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from prefixkv.block import Block
+from prefixkv.histogram import Histogram
 from prefixkv.prefix_cache import CacheStats
 from prefixkv.sequence import Sequence
 
@@ -21,6 +22,7 @@ class EngineStats:
     Attributes:
         num_requests_waiting: those that wait for another one's prefill included.
         num_requests_deferred: those alone.
+        num_queried_tokens: prompt tokens that were looked for in the cache.
         num_completion_tokens: of requests that are over.
         num_generated_tokens: of all, those that run included.
         num_live_branches: those that hold blocks: they run, or are held.
@@ -37,6 +39,7 @@ class EngineStats:
     num_live_branches: int = 0
     num_preemptions: int = 0
     num_prompt_tokens: int = 0
+    num_queried_tokens: int = 0
     num_cached_tokens: int = 0
     num_steps: int = 0
     num_computed_tokens: int = 0
@@ -58,18 +61,36 @@ class EngineStats:
         return told | cache
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingStats:
+    """What there is to know of an engine that serves, at one moment.
+
+    Attributes:
+        histograms, num_finished: as of `RequestTimes`.
+        config: of the cache, as vLLM calls it.
+    """
+
+    engine: EngineStats
+    histograms: Mapping[str, Histogram]
+    num_finished: Mapping[str, int]
+    config: Mapping[str, str]
+
+
 def read_stats(engine: "Engine") -> EngineStats:
     """Count; O(blocks). Not while a step runs."""
     scheduler, cache = engine.scheduler, engine.cache
-    num_used, num_shared = count_blocks(cache.sequences)
+    branches = {branch.sequence for branch in scheduler.running if branch.sequence is not None}
+    branches |= scheduler.held.sequences()
+    num_used, num_shared = count_blocks(branches)
     return EngineStats(
         num_requests_running=len(scheduler.running),
         num_requests_waiting=scheduler.num_waiting,
         num_requests_deferred=scheduler.num_waiting - len(scheduler.waiting),
         num_branches_held=len(scheduler.held),
-        num_live_branches=len(cache.sequences),
+        num_live_branches=len(branches),
         num_preemptions=scheduler.num_preemptions,
         num_prompt_tokens=scheduler.num_prompt_tokens,
+        num_queried_tokens=scheduler.num_prompt_tokens if cache.enabled else 0,
         num_cached_tokens=scheduler.num_cached_tokens,
         num_steps=engine.num_steps,
         num_computed_tokens=engine.num_computed_tokens,
@@ -78,7 +99,7 @@ def read_stats(engine: "Engine") -> EngineStats:
         num_blocks=cache.pool.num_usable,
         num_free_blocks=len(cache.pool.free),
         num_evicted_blocks=cache.pool.num_evicted,
-        num_block_references=sum(sequence.last_block.depth for sequence in cache.sequences),
+        num_block_references=sum(sequence.last_block.depth for sequence in branches),
         num_blocks_used=num_used,
         num_shared_blocks=num_shared,
         kv_cache_usage=cache.usage,
