@@ -57,6 +57,10 @@ GAUGES = {
     "held_branches": Reading(
         "Branches that are held for somebody to go on from.", lambda stats: stats.num_branches_held
     ),
+    "leases": Reading("Prefixes under a lease.", lambda stats: stats.num_leases),
+    "leased_blocks": Reading(
+        "Blocks under leases, each counted once.", lambda stats: stats.num_leased_blocks
+    ),
     "block_refs": Reading(
         "Blocks of all live branches, a shared one counted for each of them.",
         lambda stats: stats.num_block_references,
@@ -108,6 +112,18 @@ COUNTERS = {
         "Blocks copied because others have them too.", lambda stats: stats.cache.num_copies
     ),
     "forks": Reading("Branches forked.", lambda stats: stats.cache.num_forks),
+    "leases_granted": Reading("Leases granted.", lambda stats: stats.leases.num_granted),
+    "leases_renewed": Reading("Leases granted anew.", lambda stats: stats.leases.num_renewed),
+    "leases_refused": Reading("Leases refused.", lambda stats: stats.leases.num_refused),
+    "leases_expired": Reading("Leases that ran out.", lambda stats: stats.leases.num_expired),
+    "leases_given_up": Reading(
+        "Leases given up since nothing else was left.", lambda stats: stats.leases.num_given_up
+    ),
+    "miss_reason": Reading(
+        "Requests by why the reuse of their prompt stopped where it did.",
+        lambda stats: {str(reason): count for reason, count in stats.misses.items()},
+        "reason",
+    ),
     "evicted_blocks": Reading(
         "Blocks whose content was given up for other content.",
         lambda stats: stats.num_evicted_blocks,
@@ -145,7 +161,7 @@ class Families:
         for name, meaning in HISTOGRAMS.items():
             yield self._histogram(name, meaning, stats.histograms[name])
         meaning = "Requests that are over, by why."
-        finished = dict.fromkeys(get_args(FinishReason), 0) | stats.num_finished
+        finished = dict.fromkeys(get_args(FinishReason), 0) | dict(stats.num_finished)
         yield self.counter("request_success", meaning, finished, "finished_reason")
         names, values = self._names + list(stats.config), self._values + list(stats.config.values())
         info = GaugeMetricFamily(PREFIX + "cache_config_info", "The cache.", labels=names)

@@ -11,11 +11,10 @@ from collections.abc import Iterator
 from typing import get_args
 
 from fastapi import APIRouter
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
-from prometheus_client.exposition import choose_encoder
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.registry import Collector
-from starlette.requests import Request
 from starlette.responses import Response
 
 from prefixkv.api.metric_families import Families
@@ -80,10 +79,10 @@ def metrics_router(service: Service, refusals: Refusals) -> APIRouter:
 
     @router.get("/metrics", response_model=None)
     @router.head("/metrics", response_model=None, include_in_schema=False)
-    async def tell_metrics(request: Request) -> Response:
-        """Tell all metrics, in the format that is asked for."""
+    async def tell_metrics() -> Response:
+        """Tell all metrics, as text: OpenMetrics would have another character for the colon."""
         await metrics.refresh()
-        encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        return Response(encode(metrics.registry), headers={"Content-Type": content_type})
+        content = generate_latest(metrics.registry)
+        return Response(content, headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
 
     return router

@@ -2,10 +2,12 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, get_args
 
 from prefixkv.block import Block
+from prefixkv.cache_control import MissReason
 from prefixkv.histogram import Histogram
+from prefixkv.lease import LeaseStats
 from prefixkv.prefix_cache import CacheStats
 from prefixkv.sequence import Sequence
 
@@ -29,6 +31,7 @@ class EngineStats:
         num_block_references: blocks of all live branches, a shared one counted for each.
         num_blocks_used: the same blocks, each counted once.
         num_shared_blocks: those of them that several branches have.
+        misses: requests by why the reuse of their prompt stopped where it did.
         kv_cache_usage: share of the pool that cannot be had by evicting.
     """
 
@@ -52,13 +55,21 @@ class EngineStats:
     num_blocks_used: int = 0
     num_shared_blocks: int = 0
     kv_cache_usage: float = 0.0
+    num_leases: int = 0
+    num_leased_blocks: int = 0
     cache: CacheStats = field(default_factory=CacheStats)
+    leases: LeaseStats = field(default_factory=LeaseStats)
+    misses: Mapping[MissReason, int] = field(default_factory=dict)
 
     def numbers(self) -> dict[str, int | float]:
-        """Return all of them by name."""
-        told = asdict(self)
-        cache: dict[str, int | float] = told.pop("cache")
-        return told | cache
+        """Return all by name, those of the cache and of leases among the others."""
+        told: dict[str, Any] = asdict(self)
+        told |= told.pop("cache")
+        for name, count in told.pop("leases").items():
+            told[f"{name}_leases"] = count
+        for reason, count in told.pop("misses").items():
+            told[f"num_misses_{reason}"] = count
+        return told
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +114,11 @@ def read_stats(engine: "Engine") -> EngineStats:
         num_blocks_used=num_used,
         num_shared_blocks=num_shared,
         kv_cache_usage=cache.usage,
+        num_leases=len(scheduler.leases),
+        num_leased_blocks=scheduler.leases.num_blocks,
         cache=replace(cache.stats),
+        leases=replace(scheduler.leases.stats),
+        misses={reason: scheduler.misses[reason] for reason in get_args(MissReason)},
     )
 
 

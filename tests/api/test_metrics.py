@@ -2,21 +2,20 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import httpx
 import pytest
-from prometheus_client import openmetrics
-from prometheus_client.openmetrics import parser as openmetrics_parser
 from prometheus_client.parser import text_string_to_metric_families
 from tiny_models import tiny_engine, tiny_model
 
 from prefixkv.api import metrics
 from prefixkv.api.app import create_app
 from prefixkv.async_engine import AsyncEngine
-from prefixkv.errors import EngineStopped, QueueFull
+from prefixkv.cache_control import Breakpoint, CacheControl
+from prefixkv.errors import QueueFull
 from prefixkv.outputs import OutputDelta
 from prefixkv.sampling_params import SamplingParams
 from tests.api.fake_engine import FakeEngine
@@ -36,9 +35,11 @@ OF_VLLM = {
 OURS = {
     *("cow_copies", "forks", "live_branches", "held_branches", "shared_blocks", "block_refs"),
     *("blocks_used", "sharing_ratio", "evicted_blocks", "splice_hits", "splice_misses"),
-    *("engine_up", "engine_stats_age_seconds"),
+    *("engine_up", "engine_stats_age_seconds", "leases", "leased_blocks", "leases_granted"),
+    *("leases_renewed", "leases_refused", "leases_expired", "leases_given_up", "miss_reason"),
 }
 LABELS = {"model_name", "engine", "reason", "source", "finished_reason", "le"}
+LABELS_IN_TEXT = 'engine="0",model_name="tiny"'
 SECRET = "sesame"
 
 Samples = dict[tuple[str, str], float]
@@ -72,8 +73,20 @@ class Scraped:
 
     def stream(self, prompt: list[int], **params: Any) -> AsyncIterator[OutputDelta]:
         """Generate, by itself without an end."""
-        asked = SamplingParams(**{"max_tokens": 40, "ignore_eos": True, **params})
+        asked = SamplingParams(**{"max_tokens": 20, "ignore_eos": True, **params})
         return self.engine.generate(prompt, asked, cache_salt=SECRET)
+
+    async def completion(self, prompt: list[int]) -> int:
+        """Return the status of a completion."""
+        body = {"prompt": prompt, "max_tokens": 2, "cache_salt": SECRET}
+        response = await self.client.post("/v1/completions", json=body)
+        return response.status_code
+
+    async def lease(self, prompt: list[int], *, ttl_s: float) -> None:
+        """Run a request that asks for a lease of its prompt."""
+        control = CacheControl(breakpoints=(Breakpoint(len(prompt), ttl_s),))
+        params = SamplingParams(max_tokens=1)
+        await drain(self.engine.generate(prompt, params, cache_control=control))
 
     async def chat(self, *contents: str) -> str:
         """Run a chat whose turns alternate, and return its answer."""
@@ -113,7 +126,7 @@ def test_every_metric_moves(model: Any) -> None:
     """Branches, pressure, refusals, ends of all kinds: nothing on the page is for show."""
 
     async def main() -> set[str]:
-        options = {"num_blocks": 40, "max_num_waiting": 2, "max_num_seqs": 2}
+        options = {"num_blocks": 21, "max_num_waiting": 2, "max_num_seqs": 2}
         async with scraped(model, **options, max_prefill_chunk=8) as service:
             await service.scrape()
             await of_branches(service)
@@ -154,40 +167,161 @@ async def of_branches(service: Scraped) -> None:
 
 
 async def of_the_queue(service: Scraped) -> None:
-    """One that runs, one that waits for its prompt to be computed, one more, and one too many."""
+    """One that runs, one that waits for its prompt to be computed; then more than may wait."""
     gate = threading.Semaphore(0)
-    forward = service.engine.engine.model.forward
+    model = service.engine.engine.model
+    forward = model.forward
 
     def gated(*arguments: Any) -> Any:
         assert gate.acquire(timeout=10)
         return forward(*arguments)
 
-    service.engine.engine.model.forward = gated  # type: ignore[method-assign]
-    prompts = [[50] * 30, [50] * 30]
-    tasks = [asyncio.create_task(drain(service.stream(prompt))) for prompt in prompts]
+    model.forward = gated  # type: ignore[assignment,method-assign]
+    tasks = [asyncio.create_task(drain(service.stream([50] * 30))) for _ in range(2)]
     await asyncio.sleep(0.01)
-    scraping = asyncio.create_task(service.scrape())
+    scraping = asyncio.create_task(service.value("num_requests_waiting_by_reason", "deferred"))
     await asyncio.sleep(0.01)
     gate.release()
-    await scraping
-    assert any(
-        value and name == "num_requests_waiting_by_reason" and "deferred" in labels
-        for (name, labels), value in service.seen[-1].items()
-    )
+    assert await scraping == 1
+    asked = [service.completion([60 + i] * 3) for i in range(8)]
+    answering = [asyncio.create_task(one) for one in asked]
+    await asyncio.sleep(0.01)
     gate.release(10_000)
-    tasks += [asyncio.create_task(drain(service.stream([60 + i] * 3))) for i in range(6)]
-    ends = await asyncio.gather(*tasks, return_exceptions=True)
-    assert QueueFull in {type(end) for end in ends}
-    del service.engine.engine.model.forward
+    statuses = await asyncio.gather(*answering)
+    await asyncio.gather(*tasks)
+    num_refused = statuses.count(429)
+    assert 0 < num_refused < 8
+    assert await service.value("admission_rejections_total", "queue_full") == num_refused
+    model.forward = forward  # type: ignore[method-assign]
 
 
 async def of_the_ends(service: Scraped) -> None:
-    """A stop token, a client that leaves, a step that fails; a refusal by HTTP."""
+    """A stop token, a client that leaves, a step that fails."""
     before = await service.value("request_success_total")
-    await drain(service.stream([5, 6], stop_token_ids=tuple(range(259)), ignore_eos=False))
-    stream = service.stream([5, 6])
-    await anext(stream)
-    await stream.aclose()  # type: ignore[attr-defined]
-    for reason in ("stop", "abort"):
+    await drain(service.stream([5, 6], stop_token_ids=tuple(range(259))))
+    async with aclosing(service.stream([5, 6])) as stream:  # type: ignore[type-var]
+        await anext(stream)
+    model = service.engine.engine.model
+    forward = model.forward
+    model.forward = None  # type: ignore[assignment,method-assign]
+    assert await service.completion([5, 6, 7]) == 500
+    model.forward = forward  # type: ignore[method-assign]
+    for reason in ("stop", "abort", "error"):
         assert await service.value("request_success_total", f"'{reason}'") == 1
-    assert await service.value("request_success_total") == before + 2
+    assert await service.value("request_success_total") == before + 3
+
+
+async def of_chats(service: Scraped) -> None:
+    """A second turn with the answer to the first, and one with an answer of somebody else."""
+    answer = await service.chat("Hi")
+    assert await service.value("splice_hits_total") == 0
+    await service.chat("Hi", answer, "Go on")
+    await service.chat("Hi", "Hello, you!", "Go on")
+    assert await service.value("splice_hits_total") == 1
+    assert await service.value("splice_misses_total", "unknown") == 1
+
+
+async def of_pressure(service: Scraped) -> None:
+    """Two that need more than there is; leases of each fate."""
+    prompts = [[80 + i] * 28 for i in range(2)]
+    await asyncio.gather(*(drain(service.stream(prompt)) for prompt in prompts))
+    assert await service.value("num_preemptions_total") > 0
+    assert await service.value("evicted_blocks_total") > 0
+    assert await service.value("miss_reason_total", "never_computed") > 0
+    leases = service.engine.engine.scheduler.leases
+    now = leases.clock()
+    leases.clock = lambda: now
+    await service.lease([70] * 9, ttl_s=5)
+    await service.lease([70] * 9, ttl_s=9)
+    assert await service.value("leased_blocks") == 3
+    await service.lease([71] * 60, ttl_s=5)
+    leases.clock = lambda: now + 60
+    await service.lease([72] * 36, ttl_s=50)
+    await drain(service.stream([73] * 56))
+    for fate in ("granted", "renewed", "refused", "expired", "given_up"):
+        assert await service.value(f"leases_{fate}_total") > 0, fate
+
+
+def test_names_are_those_of_vllm_and_our_own(model: Any) -> None:
+    """Labels hold nothing that a client chose."""
+
+    async def main() -> None:
+        async with scraped(model) as service:
+            await drain(service.stream([5, 6]))
+            response = await service.client.get("/metrics")
+            families = list(text_string_to_metric_families(response.text))
+            names = {family.name.removeprefix("prefixkv:") for family in families}
+            assert names == OF_VLLM | OURS
+            for family in families:
+                for sample in family.samples:
+                    assert sample.labels["model_name"] == "tiny"
+                    assert sample.labels["engine"] == "0"
+                    assert set(sample.labels) <= LABELS or family.name.endswith("_info")
+
+    asyncio.run(main())
+
+
+def test_a_scrape_never_waits_for_the_engine(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is answered with what was known, and one reading at a time waits; also of the dead."""
+    monkeypatch.setattr(metrics, "WAIT_S", 0.05)
+
+    async def main() -> None:
+        async with scraped(model) as service:
+            assert await service.value("engine_stats_age_seconds") < 0.05
+            leave = threading.Event()
+            blocking = asyncio.create_task(service.engine.run(lambda: leave.wait(10)))
+            await asyncio.sleep(0)
+            ages = [await service.value("engine_stats_age_seconds") for _ in range(3)]
+            assert 0.05 <= ages[0] < ages[1] < ages[2] < 5
+            assert await service.value("kv_cache_usage_perc") == 0
+            assert service.engine._commands.qsize() == 1
+            leave.set()
+            await blocking
+            assert await service.value("engine_up") == 1
+            await service.engine.stop()
+            assert await service.value("engine_up") == 0
+            assert "num_preemptions_total" in {name for name, _ in service.seen[-1]}
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_never_ran_has_no_numbers() -> None:
+    """The page says so, and what the edge knows."""
+
+    async def main() -> None:
+        transport = httpx.ASGITransport(create_app(FakeEngine(), ["tiny"]))
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            text = (await client.get("/metrics")).text
+        assert f"prefixkv:engine_up{{{LABELS_IN_TEXT}}} 0.0" in text
+        assert "prefixkv:splice_hits_total" in text
+        assert "prefixkv:num_requests_running" not in text
+
+    asyncio.run(main())
+
+
+def test_head_asks_whether_there_are_metrics(client: httpx.Client) -> None:
+    """Some benchmarks do before they begin; Prometheus' own format is the default."""
+    response = client.head("/metrics")
+    assert (response.status_code, response.content) == (200, b"")
+    assert response.headers["content-type"].startswith("text/plain; version=")
+    assert "prefixkv:num_requests_running{" in client.get("/metrics").text
+
+
+def test_probes_of_health_are_no_rejections(client: httpx.Client, engine: FakeEngine) -> None:
+    """Only what would have been served is counted, by why it was not."""
+
+    def rejected() -> dict[str, float]:
+        families = text_string_to_metric_families(client.get("/metrics").text)
+        family = next(f for f in families if f.name == "prefixkv:admission_rejections")
+        return {sample.labels["reason"]: sample.value for sample in family.samples}
+
+    before = rejected()
+    engine.error = QueueFull("9 requests are waiting")
+    assert client.post("/v1/completions", json={"prompt": "x"}).status_code == 429
+    engine.is_running = False
+    engine.error = None
+    assert client.get("/health").status_code == 503
+    assert client.post("/v1/completions", json={"prompt": "x"}).status_code == 503
+    after = rejected()
+    assert after["queue_full"] == before["queue_full"] + 1
+    assert after["engine_stopped"] == before.get("engine_stopped", 0) + 1

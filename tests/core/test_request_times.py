@@ -1,5 +1,7 @@
 """Times of requests, to the number: who waited how long for what."""
 
+from typing import Any
+
 import pytest
 
 from prefixkv.histogram import Histogram, one_two_five
@@ -12,7 +14,7 @@ from prefixkv.sampling_params import SamplingParams
 MODEL = ModelIdentity(architecture="tiny")
 
 
-def ask(times: RequestTimes, name: str, *, at: float, **params: int) -> Request:
+def ask(times: RequestTimes, name: str, *, at: float, **params: Any) -> Request:
     """Let a request of three tokens arrive."""
     request = Request(name, [1, 2, 3], SamplingParams(**params), MODEL, number=0, max_tokens=9)
     times.arrived(request, at)
@@ -31,7 +33,7 @@ def told(request: Request, reason: FinishReason | None = None, index: int = 0) -
     return OutputDelta(request.request_id, "x", (5,), request.usage, reason, index=index)
 
 
-def sums(times: RequestTimes) -> dict[str, tuple[float, int]]:
+def sums(times: RequestTimes) -> dict[str, Any]:
     """Sum and count of what was observed."""
     return {
         name: (pytest.approx(histogram.sum), sum(histogram.counts))
