@@ -13,7 +13,9 @@ from prefixkv.api.completions import completions_router
 from prefixkv.api.engine_interface import ServingEngine
 from prefixkv.api.errors import UnexpectedErrors, handle_error, handle_http_exception
 from prefixkv.api.health import health_router
+from prefixkv.api.metrics import metrics_router
 from prefixkv.api.models import models_router
+from prefixkv.api.refusals import CountedRefusals, Refusals
 from prefixkv.api.request_id import RequestIds
 from prefixkv.api.responses import responses_router
 from prefixkv.api.service import Service
@@ -70,9 +72,12 @@ def create_app(
     app.include_router(models_router(service))
     app.include_router(tokenization_router(service))
     app.include_router(health_router(service))
+    refusals = Refusals()
+    app.include_router(metrics_router(service, refusals))
     for kind in (PrefixKVError, ClientDisconnect):
-        app.add_exception_handler(kind, handle_error)
+        app.add_exception_handler(kind, refusals.counting(handle_error))
     app.add_exception_handler(HTTPException, handle_http_exception)
+    app.add_middleware(CountedRefusals, refusals=refusals)
     app.add_middleware(UnexpectedErrors)
     app.add_middleware(RequestIds)
     return app

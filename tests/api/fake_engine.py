@@ -10,6 +10,7 @@ from typing import Any
 
 from prefixkv.admission import refuse_beside_beams
 from prefixkv.cache_control import CacheControl
+from prefixkv.engine_stats import EngineStats, ServingStats
 from prefixkv.errors import ContextLengthExceeded, EngineStopped, InvalidRequest
 from prefixkv.outputs import (
     BranchOutput,
@@ -19,6 +20,7 @@ from prefixkv.outputs import (
     TokenLogprobs,
     Usage,
 )
+from prefixkv.request_times import RequestTimes
 from prefixkv.sampling_params import SamplingParams
 
 ALPHABET = string.ascii_lowercase
@@ -156,6 +158,12 @@ class FakeEngine:
     async def stop(self) -> None:
         """Refuse what comes, and end what runs at its next step."""
         self.is_running = False
+
+    async def snapshot(self) -> ServingStats:
+        """Return nothing but zeros."""
+        self._require_running()
+        histograms = RequestTimes(self.max_model_len).copy()
+        return ServingStats(engine=EngineStats(), histograms=histograms, num_finished={}, config={})
 
     async def generate(
         self,
