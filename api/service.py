@@ -4,6 +4,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from prefixkv.api.draining import Drain
 from prefixkv.api.engine_interface import ServingEngine
 from prefixkv.api.prompts import require_token_ids
 from prefixkv.api.schemas import GenerationRequest
@@ -40,6 +41,7 @@ class Service:
     engine: ServingEngine
     served_model_names: tuple[str, ...]
     max_body_bytes: int
+    drain: Drain = field(default_factory=Drain)
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
     created: int = field(default_factory=lambda: int(time.time()))
 

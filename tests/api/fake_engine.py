@@ -142,6 +142,7 @@ class FakeEngine:
         self.script: str = ALPHABET
         self.calls: list[dict[str, Any]] = []
         self.num_aborts = 0
+        self.num_resets = 0
         self.num_active = 0
 
     @property
@@ -156,6 +157,11 @@ class FakeEngine:
     async def stop(self) -> None:
         """Refuse what comes, and end what runs at its next step."""
         self.is_running = False
+
+    async def reset_prefix_cache(self) -> None:
+        """Count how often it was asked to forget."""
+        self._require_running()
+        self.num_resets += 1
 
     async def generate(
         self,
