@@ -23,11 +23,10 @@ from prefixkv.api.health import health_router
 from prefixkv.api.key_limits import KeyLimits
 from prefixkv.api.models import models_router
 from prefixkv.api.request_id import RequestIds
+from prefixkv.api.server_options import MAX_BODY_BYTES
 from prefixkv.api.service import Service
 from prefixkv.api.tokenization import tokenization_router
 from prefixkv.errors import PrefixKVError
-
-MAX_BODY_BYTES = 32 * 2**20
 
 
 def create_app(

@@ -7,11 +7,10 @@ import json
 import logging
 import logging.config
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Any
 
 from prefixkv.api.request_id import current_request_id
-
-LogFormat = Literal["text", "json"]
+from prefixkv.api.server_options import LogFormat
 
 
 class TextFormatter(logging.Formatter):

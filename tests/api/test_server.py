@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from prefixkv.api.server import bind
+from prefixkv.api.listener import bind
 from prefixkv.errors import ConfigError
 from tests.api.live_server import DEADLINE_S
 
