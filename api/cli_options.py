@@ -30,10 +30,14 @@ def note_debug(context: typer.Context, debug: bool) -> bool:
     return debug
 
 
-def parse_size(text: str) -> int:
-    """Return the bytes that `text` means; raises typer.BadParameter if it means none."""
+def parse_size(text: str | int) -> int:
+    """Return the bytes that `text` means, which a default says as a number already.
+
+    Raises:
+        typer.BadParameter: it means none.
+    """
     try:
-        return parse_bytes(text)
+        return parse_bytes(str(text))
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
 
