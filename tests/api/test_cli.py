@@ -9,31 +9,13 @@ from typing import Any
 
 import pytest
 
-from prefixkv.api import cli, model_summary, server
+from prefixkv.api import model_summary, server
 from prefixkv.api.model_summary import ModelSummary
 from prefixkv.api.server_options import ServerOptions
 from prefixkv.config import DEFAULT_MODEL, EngineConfig
 from prefixkv.errors import ModelError
+from tests.api.command_line import run
 from tests.api.fake_engine import ALPHABET, FakeEngine
-
-
-def run(*arguments: str) -> int:
-    """Run the command in this process and return its exit code."""
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(arguments)
-    code = stopped.value.code
-    assert isinstance(code, int)
-    return code
-
-
-@pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[EngineConfig, ServerOptions]]:
-    """Return what `serve` would have run with."""
-    for name in [name for name in os.environ if name.startswith(("PREFIXKV_", "VLLM_"))]:
-        monkeypatch.delenv(name)
-    calls: list[tuple[EngineConfig, ServerOptions]] = []
-    monkeypatch.setattr(server, "run", lambda *options: calls.append(options))
-    return calls
 
 
 @pytest.fixture
