@@ -105,6 +105,10 @@ class ServingEngine(Protocol):
         """Return what the engine counts; raises EngineStopped if it does not run."""
         ...
 
+    async def reset_prefix_cache(self) -> None:
+        """Forget all that is cached or held; running requests go on."""
+        ...
+
     async def start(self) -> None:
         """Begin to accept requests."""
         ...

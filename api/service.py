@@ -4,6 +4,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from prefixkv.api.draining import Drain
 from prefixkv.api.engine_interface import ServingEngine
 from prefixkv.api.prompts import require_token_ids
 from prefixkv.api.response_store import ResponseStore
@@ -42,6 +43,7 @@ class Service:
     engine: ServingEngine
     served_model_names: tuple[str, ...]
     max_body_bytes: int
+    drain: Drain = field(default_factory=Drain)
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
     token_memory: TokenMemory = field(default_factory=TokenMemory)
     responses: ResponseStore = field(default_factory=ResponseStore)

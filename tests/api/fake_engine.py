@@ -144,6 +144,7 @@ class FakeEngine:
         self.script: str = ALPHABET
         self.calls: list[dict[str, Any]] = []
         self.num_aborts = 0
+        self.num_resets = 0
         self.num_active = 0
 
     @property
@@ -164,6 +165,11 @@ class FakeEngine:
         self._require_running()
         histograms = RequestTimes(self.max_model_len).copy()
         return ServingStats(engine=EngineStats(), histograms=histograms, num_finished={}, config={})
+
+    async def reset_prefix_cache(self) -> None:
+        """Count how often it was asked to forget."""
+        self._require_running()
+        self.num_resets += 1
 
     async def generate(
         self,
