@@ -2,7 +2,8 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -10,17 +11,20 @@ from starlette.responses import Response
 
 from prefixkv.api.bodies import Envelope, json_response
 from prefixkv.api.body import read_body
+from prefixkv.api.cache_reports import CacheReports
 from prefixkv.api.disconnect import unless_disconnected
 from prefixkv.api.echo import Echo, echoed
 from prefixkv.api.engine_interface import Tokenizer
 from prefixkv.api.generation import Deltas, IndexedDelta, collect, generate
 from prefixkv.api.logprobs import LogprobsBody, prompt_logprobs_body
+from prefixkv.api.prewarm import prewarmed
+from prefixkv.api.request_headers import priority_of, session_of
 from prefixkv.api.request_id import request_id_of
 from prefixkv.api.schemas import GenerationRequest
 from prefixkv.api.service import Service
 from prefixkv.api.streaming import Chunks, EventStream, Told, events
-from prefixkv.api.tenant import tenant_of
-from prefixkv.cache_control import CacheControl
+from prefixkv.api.tenant import ANONYMOUS, Tenant, tenant_of
+from prefixkv.cache_control import CacheControl, LeaseOutcome
 from prefixkv.outputs import Completion
 from prefixkv.sampling_params import SamplingParams
 
@@ -76,7 +80,8 @@ class Job:
     model: str
     echoes: Sequence[Echo] = ()
     is_only_echo: bool = False
-    cache_controls: Sequence[CacheControl] | None = None
+    cache_controls: Sequence[CacheControl | None] = ()
+    unplaced: Sequence[LeaseOutcome] = ()
 
 
 MadeT = TypeVar("MadeT")
@@ -113,23 +118,14 @@ async def answer(service: Service, http_request: Request, job: Job, shape: Shape
         echo = job.echoes[index // job.params.n].text if job.echoes else ""
         return shape.logprobs(service.engine.tokenizer, echo)
 
-    deltas = generate(
-        service.engine,
-        job.prompts,
-        job.params,
-        response_id=envelope.id,
-        salt=tenant_of(http_request).salt_for(job.request.cache_salt),
-        priority=job.request.priority or 0,
-        cache_controls=job.cache_controls,
-    )
-    if job.echoes:
-        num_top = job.request.num_logprobs
-        deltas = echoed(deltas, job.echoes, num_top=num_top, is_all=job.is_only_echo)
+    deltas = _deltas(service, http_request, job, envelope.id)
+    reports = _cache_reports(service, tenant_of(http_request), job, request_id.value)
     if not job.request.stream:
         work = collect(deltas, len(job.prompts), job.params.n)
         completions = await unless_disconnected(http_request.receive, work)
         body = shape.body(envelope, completions, logprobs)
         _add_prompt_logprobs(body, shape, completions, job, service.engine.tokenizer)
+        body |= reports.all_members([completion.cache_report for completion in completions])
         return json_response(body)
     first = await unless_disconnected(http_request.receive, _first(deltas))
     told = Told(
@@ -137,8 +133,50 @@ async def answer(service: Service, http_request: Request, job: Job, shape: Shape
         num_prompts=len(job.prompts),
         n=job.params.n,
         usage_at_finish=not job.request.includes_usage,
+        cache_reports=reports,
     )
     return EventStream(events(first, deltas, told))
+
+
+def _deltas(service: Service, http_request: Request, job: Job, response_id: str) -> Deltas:
+    """Return what the engine will say to `job`, echoes included."""
+    deltas = generate(
+        service.engine,
+        job.prompts,
+        job.params,
+        response_id=response_id,
+        salt=tenant_of(http_request).salt_for(job.request.cache_salt),
+        priority=priority_of(http_request, job.request),
+        cache_controls=_cache_controls(http_request, job),
+    )
+    if job.request.is_prewarm:
+        return prewarmed(deltas)
+    if not job.echoes:
+        return deltas
+    num_top = job.request.num_logprobs
+    return echoed(deltas, job.echoes, num_top=num_top, is_all=job.is_only_echo)
+
+
+def _cache_controls(http_request: Request, job: Job) -> list[CacheControl | None]:
+    """Return the controls of each prompt, with what only the HTTP request tells."""
+    controls = job.cache_controls or [None] * len(job.prompts)
+    session = session_of(http_request, job.request)
+    if session is None:
+        return list(controls)
+    return [replace(control or CacheControl(), session=session) for control in controls]
+
+
+def _cache_reports(service: Service, tenant: Tenant, job: Job, request_id: str) -> CacheReports:
+    salt = tenant.salt_for(job.request.cache_salt)
+    return CacheReports(
+        job.request,
+        job.prompts,
+        service.engine.tokenizer,
+        unplaced=job.unplaced,
+        # keys without a salt share a cache, but need not show each other what they sent
+        tells_cached=tenant == ANONYMOUS or salt is not None,
+        keep=partial(service.explanations.add, tenant, request_id),
+    )
 
 
 async def _first(deltas: Deltas) -> IndexedDelta:

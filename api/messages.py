@@ -56,6 +56,17 @@ def chat_prompt(request: ChatCompletionRequest, tokenizer: Tokenizer) -> list[in
     return ids
 
 
+def chat_text(
+    request: ChatCompletionRequest, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]
+) -> str:
+    """Render `messages` to text as `chat_prompt` renders those of `request`."""
+    kwargs = _template_kwargs(request, tokenizer)
+    opens_answer = request.add_generation_prompt
+    if opens_answer is None:
+        opens_answer = not request.continue_final_message
+    return tokenizer.chat_text(normalized(messages), opens_answer, **kwargs)
+
+
 def normalized(messages: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
     """Return `messages` without null fields, and with tool arguments as objects.
 
