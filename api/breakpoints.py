@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from prefixkv.api.cache_fields import CacheMark, ttl_seconds
+from prefixkv.api.cache_fields import CacheMark
 from prefixkv.api.engine_interface import Tokenizer
 from prefixkv.errors import InvalidRequest
 
@@ -63,7 +63,7 @@ def _taken(owner: dict[str, Any], message: int, part: int | None) -> list[Mark]:
     values = {name: owner.pop(name, None) for name in _NAMES}
     where = f"messages.{message}" + ("" if part is None else f".content.{part}")
     marks = [
-        Mark(message, part, ttl_seconds(_parsed(value, f"{where}.{name}").ttl))
+        Mark(message, part, _parsed(value, f"{where}.{name}").ttl)
         for name, value in values.items()
         if value is not None
     ]

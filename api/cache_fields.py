@@ -1,19 +1,40 @@
 """Fields of a request that say how it uses the cache, as OpenAI, Anthropic and vLLM spell them."""
 
-import math
 import re
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 DEFAULT_TTL_S = 1800.0
 """OpenAI's own default, 30m."""
 
 CacheMode = Literal["implicit", "explicit"]
-Ttl = str | float
 
+_LONGEST_S = 1e9  # whatever a number can be; the engine has a maximum of its own
 _DURATION = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*([smhd]?)", re.ASCII | re.IGNORECASE)
 _UNIT_S = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400}
+
+
+def ttl_seconds(ttl: Any) -> float | None:
+    """Return what "90s", "5m", "12h", "1d" or a number of seconds means.
+
+    What cannot be read means the default: a lifetime is a wish, and no reason to refuse.
+
+    Raises:
+        ValueError: neither a string nor a number.
+    """
+    if ttl is None:
+        return None
+    if isinstance(ttl, str):
+        found = _DURATION.fullmatch(ttl.strip())
+        ttl = float(found[1]) * _UNIT_S[found[2].lower()] if found else 0
+    if isinstance(ttl, bool) or not isinstance(ttl, int | float):
+        raise ValueError('a ttl is a string such as "30m" or a number of seconds')
+    return float(min(ttl, _LONGEST_S)) if ttl > 0 else DEFAULT_TTL_S
+
+
+Ttl = Annotated[float | None, BeforeValidator(ttl_seconds)]
+"""In seconds once it is read."""
 
 
 class PromptCacheOptions(BaseModel):
@@ -22,7 +43,7 @@ class PromptCacheOptions(BaseModel):
     model_config = ConfigDict(strict=True)
 
     mode: CacheMode | None = None
-    ttl: Ttl | None = None
+    ttl: Ttl = None
     prewarm: bool | None = None
     comparison_response_id: str | None = None
 
@@ -37,7 +58,7 @@ class CacheMark(BaseModel):
 
     mode: Literal["explicit"] | None = None
     type: Literal["ephemeral"] | None = None
-    ttl: Ttl | None = None
+    ttl: Ttl = None
 
 
 class CacheFields(BaseModel):
@@ -58,9 +79,9 @@ class CacheFields(BaseModel):
 
     @property
     def asked_ttl_s(self) -> float | None:
-        """The lifetime that the options ask for; None where they ask for none that can be read."""
+        """The lifetime that the options ask for; None where they ask for none."""
         options = self.prompt_cache_options
-        return ttl_seconds(options.ttl) if options is not None else None
+        return options.ttl if options is not None else None
 
     @property
     def ttl_s(self) -> float:
@@ -72,14 +93,3 @@ class CacheFields(BaseModel):
         """Whether the prompt is only to be computed, and nothing said."""
         options = self.prompt_cache_options
         return options is not None and bool(options.prewarm)
-
-
-def ttl_seconds(ttl: Ttl | None) -> float | None:
-    """Return what "90s", "5m", "12h", "1d" or a number of seconds means.
-
-    None for what means nothing: such a lifetime is as good as none, and no reason to refuse.
-    """
-    if isinstance(ttl, str):
-        found = _DURATION.fullmatch(ttl.strip())
-        ttl = float(found[1]) * _UNIT_S[found[2].lower()] if found else None
-    return float(ttl) if ttl is not None and 0 < ttl < math.inf else None

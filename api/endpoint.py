@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -175,7 +174,7 @@ def _cache_reports(service: Service, tenant: Tenant, job: Job, request_id: str) 
         unplaced=job.unplaced,
         # keys without a salt share a cache, but need not show each other what they sent
         tells_cached=tenant == ANONYMOUS or salt is not None,
-        keep=partial(service.explanations.add, tenant, request_id),
+        keep=service.explanations.recorder(tenant, request_id),
     )
 
 

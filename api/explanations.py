@@ -1,7 +1,7 @@
 """Why a prompt was not found in the cache, as told to the client, and a memory of it."""
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ MAX_REQUESTS = 512
 """Of one tenant that are remembered."""
 
 MAX_PROMPTS = 16
-"""Of one request that are remembered, the first ones."""
+"""Of one request that are remembered, the first that end."""
 
 _ID_PREFIXES = ("chatcmpl-", "cmpl-", "resp_")
 
@@ -81,19 +81,23 @@ class Explanations:
     def __init__(self) -> None:
         self._by_tenant: dict[str, OrderedDict[str, dict[int, Explanation]]] = {}
 
-    def add(self, tenant: Tenant, request_id: str, prompt: int, told: Explanation) -> None:
-        """Remember why prompt number `prompt` of a request was not found; an older one of that
-        id is forgotten."""
+    def recorder(self, tenant: Tenant, request_id: str) -> Callable[[int, Explanation], None]:
+        """Return what remembers the explanation of each prompt of a request, by its number.
+
+        With the first of them an older request of the same id is forgotten.
+        """
         requests = self._by_tenant.setdefault(tenant.name, OrderedDict())
-        prompts = requests.get(request_id, {})
-        if prompt in prompts:
-            prompts = {}
-        if len(prompts) < MAX_PROMPTS:
-            prompts[prompt] = told
-        requests[request_id] = prompts
-        requests.move_to_end(request_id)
-        if len(requests) > MAX_REQUESTS:
-            requests.popitem(last=False)
+        prompts: dict[int, Explanation] = {}
+
+        def remember(prompt: int, told: Explanation) -> None:
+            if len(prompts) < MAX_PROMPTS:
+                prompts[prompt] = told
+            requests[request_id] = prompts
+            requests.move_to_end(request_id)
+            if len(requests) > MAX_REQUESTS:
+                requests.popitem(last=False)
+
+        return remember
 
     def find(self, tenant: Tenant, request_id: str) -> list[Explanation] | None:
         """Return one explanation for each prompt of a request, by its id or its response's.
