@@ -173,7 +173,7 @@ def _cache_reports(service: Service, tenant: Tenant, job: Job, request_id: str) 
         service.engine.tokenizer,
         unplaced=job.unplaced,
         # keys without a salt share a cache, but need not show each other what they sent
-        tells_cached=tenant == ANONYMOUS or salt is not None,
+        tells_cached=tenant is ANONYMOUS or salt is not None,
         keep=service.explanations.recorder(tenant, request_id),
     )
 

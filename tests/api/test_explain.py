@@ -1,11 +1,15 @@
 """A miss explains itself: in the answer on demand, and afterwards by the id of the request."""
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import httpx
 import pytest
+from starlette.types import Receive, Scope, Send
 
+from prefixkv.api.app import create_app
 from prefixkv.api.explanations import (
     MAX_PROMPTS,
     MAX_REQUESTS,
@@ -13,7 +17,7 @@ from prefixkv.api.explanations import (
     Explanations,
     explanation,
 )
-from prefixkv.api.tenant import ANONYMOUS, Tenant
+from prefixkv.api.tenant import ANONYMOUS, SCOPE_KEY, Tenant
 from prefixkv.cache_control import CacheReport, Miss
 from tests.api.fake_engine import ByteTokenizer, FakeEngine
 from tests.api.sse import read_events
@@ -86,6 +90,46 @@ def test_an_unknown_request_is_a_404(client: httpx.Client, engine: FakeEngine) -
     assert (error["type"], error["code"]) == ("not_found_error", "request_not_found")
     assert error["param"] == "request_id"
     assert client.post("/v1/prefixkv/explain/nobody").status_code == 405
+
+
+def test_who_is_shown_what_others_sent() -> None:
+    """Keys without a salt share a cache, but are not shown each other's text, nor requests."""
+    engine = FakeEngine()
+    engine.is_running = True
+    engine.cache_report = CacheReport(DIFFERS)
+    salted, bare = Tenant("salted", "s"), Tenant("bare")
+
+    async def told_to(tenant: Tenant, *, explain_to: Tenant, **fields: Any) -> tuple[Any, int]:
+        async with as_tenant(engine, tenant, explain_to) as (asks, explains):
+            answer = await asks.post("/v1/completions", json=BODY | fields)
+            explained = await explains.get("/v1/prefixkv/explain/abc/1")
+            return answer.json()["cache_report"]["cached"], explained.status_code
+
+    def told(tenant: Tenant, explain_to: Tenant, **fields: Any) -> tuple[Any, int]:
+        return asyncio.run(told_to(tenant, explain_to=explain_to, **fields))
+
+    assert told(ANONYMOUS, ANONYMOUS) == ("sailor. ", 200)
+    assert told(salted, salted) == ("sailor. ", 200)
+    assert told(bare, bare, cache_salt="mine") == ("sailor. ", 200)
+    assert told(bare, bare) == (None, 200)
+    assert told(salted, bare) == ("sailor. ", 404)
+    assert told(bare, ANONYMOUS) == (None, 404)
+
+
+@asynccontextmanager
+async def as_tenant(engine: FakeEngine, *tenants: Tenant) -> AsyncIterator[list[httpx.AsyncClient]]:
+    """Clients of one application whose requests belong to those tenants."""
+    app = create_app(engine, ["m"])
+
+    def client_of(tenant: Tenant) -> httpx.AsyncClient:
+        async def with_tenant(scope: Scope, receive: Receive, send: Send) -> None:
+            await app({**scope, SCOPE_KEY: tenant}, receive, send)
+
+        transport = httpx.ASGITransport(app=with_tenant)
+        return httpx.AsyncClient(transport=transport, base_url="http://test")
+
+    async with AsyncExitStack() as stack:
+        yield [await stack.enter_async_context(client_of(tenant)) for tenant in tenants]
 
 
 def explained(miss: Miss, prompt: Sequence[int] = ids(PROMPT)) -> Explanation:
