@@ -1,5 +1,6 @@
 """POST /v1/chat/completions."""
 
+from collections.abc import Sequence
 from functools import partial
 
 from fastapi import APIRouter
@@ -8,17 +9,23 @@ from starlette.responses import Response
 
 from prefixkv.api.bodies import chat_body
 from prefixkv.api.body import parse_object
-from prefixkv.api.breakpoints import breakpoint_positions, take_marks
-from prefixkv.api.cache_plan import cache_plan
+from prefixkv.api.breakpoints import Mark, Message, breakpoint_positions, take_marks
+from prefixkv.api.cache_plan import CachePlan, cache_plan
 from prefixkv.api.endpoint import Job, Shape, answer, read_job
+from prefixkv.api.engine_interface import Tokenizer
 from prefixkv.api.logprobs import ChatLogprobs
-from prefixkv.api.messages import chat_prompt, chat_text
+from prefixkv.api.messages import render, require_tokens
 from prefixkv.api.prewarm import prewarm_params
 from prefixkv.api.schemas import ChatCompletionRequest, parse_request
 from prefixkv.api.service import Service
 from prefixkv.api.streaming import ChatChunks
+from prefixkv.api.tenant import Tenant, tenant_of
+from prefixkv.api.token_memory import ChatTokens
+from prefixkv.api.told_tokens import told_tokens
 from prefixkv.api.unsupported import UNSUPPORTED_IN_CHATS, refuse_unsupported
 from prefixkv.errors import InvalidRequest
+from prefixkv.outputs import BranchOutput
+from prefixkv.sampling_params import SamplingParams
 
 _SHAPE = Shape(
     "chatcmpl",
@@ -36,7 +43,7 @@ def chat_completions_router(service: Service) -> APIRouter:
     @router.post("/v1/chat/completions", response_model=None)
     async def create_chat_completion(request: Request) -> Response:
         """Answer the last message of a chat."""
-        job = await read_job(service, request, chat_job)
+        job = await read_job(service, request, partial(chat_job, tenant=tenant_of(request)))
         try:
             return await answer(service, request, job, _SHAPE)
         except InvalidRequest as error:
@@ -48,7 +55,7 @@ def chat_completions_router(service: Service) -> APIRouter:
     return router
 
 
-def chat_job(service: Service, raw: bytes) -> Job:
+def chat_job(service: Service, raw: bytes, tenant: Tenant) -> Job:
     """Make a job of a body; takes time proportional to the text.
 
     Raises:
@@ -65,10 +72,40 @@ def chat_job(service: Service, raw: bytes) -> Job:
     if request.is_prewarm:
         params = prewarm_params(params)
     tokenizer = service.engine.tokenizer
-    prompt = chat_prompt(request, tokenizer)
-    render = partial(chat_text, request, tokenizer)
-    positions = breakpoint_positions(marks, request.messages or (), render, prompt, tokenizer)
-    plan = cache_plan(request, len(prompt), marks, positions)
+    salt = tenant.salt_for(request.cache_salt)
+    chat = service.token_memory.tokens(render(request, tokenizer), salt, tokenizer)
+    require_tokens(chat.token_ids)
+    note = partial(remember_answer, service, chat, params)
+    plan = _cache_plan(request, marks, chat.token_ids, tokenizer)
     return Job(
-        [prompt], params, request, model, cache_controls=[plan.control], unplaced=plan.unplaced
+        [chat.token_ids],
+        params,
+        request,
+        model,
+        cache_controls=[plan.control],
+        unplaced=plan.unplaced,
+        note=note,
     )
+
+
+def _cache_plan(
+    request: ChatCompletionRequest,
+    marks: Sequence[Mark],
+    prompt: Sequence[int],
+    tokenizer: Tokenizer,
+) -> CachePlan:
+    def text(messages: Sequence[Message]) -> str:
+        return render(request.model_copy(update={"messages": messages}), tokenizer).text
+
+    positions = breakpoint_positions(marks, request.messages or (), text, prompt, tokenizer)
+    return cache_plan(request, len(prompt), marks, positions)
+
+
+def remember_answer(
+    service: Service, chat: ChatTokens, params: SamplingParams, output: BranchOutput
+) -> None:
+    """Keep the tokens of an answer to `chat` for its next turn; takes time for that answer only."""
+    tokenizer = service.engine.tokenizer
+    told = told_tokens(output, tokenizer, stop_included=params.include_stop_str_in_output)
+    if told is not None:
+        service.token_memory.remember(chat, output.text, told)

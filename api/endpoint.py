@@ -2,29 +2,30 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from prefixkv.api.answers import noted
 from prefixkv.api.bodies import Envelope, json_response
 from prefixkv.api.body import read_body
-from prefixkv.api.cache_reports import CacheReports
+from prefixkv.api.cache_use import cache_controls, cache_reports
 from prefixkv.api.disconnect import unless_disconnected
 from prefixkv.api.echo import Echo, echoed
 from prefixkv.api.engine_interface import Tokenizer
-from prefixkv.api.generation import Deltas, IndexedDelta, collect, generate
+from prefixkv.api.generation import Deltas, collect, first_of, generate
 from prefixkv.api.logprobs import LogprobsBody, prompt_logprobs_body
 from prefixkv.api.prewarm import prewarmed
-from prefixkv.api.request_headers import priority_of, session_of
+from prefixkv.api.request_headers import priority_of
 from prefixkv.api.request_id import request_id_of
 from prefixkv.api.schemas import GenerationRequest
 from prefixkv.api.service import Service
 from prefixkv.api.streaming import Chunks, EventStream, Told, events
-from prefixkv.api.tenant import ANONYMOUS, Tenant, tenant_of
+from prefixkv.api.tenant import tenant_of
 from prefixkv.cache_control import CacheControl, LeaseOutcome
-from prefixkv.outputs import Completion
+from prefixkv.outputs import BranchOutput, Completion
 from prefixkv.sampling_params import SamplingParams
 
 # encoding more text than this takes longer than a hop to a thread and back, which costs a few
@@ -81,6 +82,8 @@ class Job:
     is_only_echo: bool = False
     cache_controls: Sequence[CacheControl | None] = ()
     unplaced: Sequence[LeaseOutcome] = ()
+    note: Callable[[BranchOutput], object] | None = None
+    """Called with each whole answer, before the client sees its end."""
 
 
 MadeT = TypeVar("MadeT")
@@ -118,7 +121,14 @@ async def answer(service: Service, http_request: Request, job: Job, shape: Shape
         return shape.logprobs(service.engine.tokenizer, echo)
 
     deltas = _deltas(service, http_request, job, envelope.id)
-    reports = _cache_reports(service, tenant_of(http_request), job, request_id.value)
+    reports = cache_reports(
+        service,
+        http_request,
+        job.request,
+        job.prompts,
+        unplaced=job.unplaced,
+        request_id=request_id.value,
+    )
     if not job.request.stream:
         work = collect(deltas, len(job.prompts), job.params.n)
         completions = await unless_disconnected(http_request.receive, work)
@@ -126,7 +136,7 @@ async def answer(service: Service, http_request: Request, job: Job, shape: Shape
         _add_prompt_logprobs(body, shape, completions, job, service.engine.tokenizer)
         body |= reports.all_members([completion.cache_report for completion in completions])
         return json_response(body)
-    first = await unless_disconnected(http_request.receive, _first(deltas))
+    first = await unless_disconnected(http_request.receive, first_of(deltas))
     told = Told(
         shape.chunks(envelope, logprobs),
         num_prompts=len(job.prompts),
@@ -138,7 +148,9 @@ async def answer(service: Service, http_request: Request, job: Job, shape: Shape
 
 
 def _deltas(service: Service, http_request: Request, job: Job, response_id: str) -> Deltas:
-    """Return what the engine will say to `job`, echoes included."""
+    """Return what the engine will say to `job`, echoes included; nothing is noted of a prewarming,
+    which is no answer."""
+    planned = job.cache_controls or [None] * len(job.prompts)
     deltas = generate(
         service.engine,
         job.prompts,
@@ -146,37 +158,11 @@ def _deltas(service: Service, http_request: Request, job: Job, response_id: str)
         response_id=response_id,
         salt=tenant_of(http_request).salt_for(job.request.cache_salt),
         priority=priority_of(http_request, job.request),
-        cache_controls=_cache_controls(http_request, job),
+        cache_controls=cache_controls(service, http_request, job.request, planned),
     )
     if job.request.is_prewarm:
         return prewarmed(deltas)
-    if not job.echoes:
-        return deltas
-    num_top = job.request.num_logprobs
-    return echoed(deltas, job.echoes, num_top=num_top, is_all=job.is_only_echo)
-
-
-def _cache_controls(http_request: Request, job: Job) -> list[CacheControl | None]:
-    """Return the controls of each prompt, with what only the HTTP request tells."""
-    controls = job.cache_controls or [None] * len(job.prompts)
-    session = session_of(http_request, job.request)
-    if session is None:
-        return list(controls)
-    return [replace(control or CacheControl(), session=session) for control in controls]
-
-
-def _cache_reports(service: Service, tenant: Tenant, job: Job, request_id: str) -> CacheReports:
-    salt = tenant.salt_for(job.request.cache_salt)
-    return CacheReports(
-        job.request,
-        job.prompts,
-        service.engine.tokenizer,
-        unplaced=job.unplaced,
-        # keys without a salt share a cache, but need not show each other what they sent
-        tells_cached=tenant is ANONYMOUS or salt is not None,
-        keep=service.explanations.recorder(tenant, request_id),
-    )
-
-
-async def _first(deltas: Deltas) -> IndexedDelta:
-    return await anext(deltas)
+    if job.echoes:
+        num_top = job.request.num_logprobs
+        deltas = echoed(deltas, job.echoes, num_top=num_top, is_all=job.is_only_echo)
+    return noted(deltas, job.note) if job.note is not None else deltas

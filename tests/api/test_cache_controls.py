@@ -4,7 +4,11 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.requests import Request
 
+from prefixkv.api.cache_use import cache_controls
+from prefixkv.api.schemas import GenerationRequest, parse_request
+from prefixkv.api.service import Service
 from prefixkv.cache_control import (
     Breakpoint,
     CacheControl,
@@ -371,3 +375,22 @@ def test_salts_of_base64(client: httpx.Client, engine: FakeEngine) -> None:
     post(client, CHATS, cache_salt="ab+/cd-_09==")
 
     assert engine.calls[-1]["cache_salt"] == "client:ab+/cd-_09=="
+
+
+def test_other_salts_are_looked_at_where_the_server_allows_it() -> None:
+    """And only for a report: it costs a look into each."""
+    request = parse_request(GenerationRequest, {"return_cache_report": True})
+    silent = parse_request(GenerationRequest, {})
+    http_request = Request({"type": "http", "headers": []})
+
+    def looks(allowed: bool, request: GenerationRequest) -> list[CacheControl | None]:
+        service = Service(
+            engine=FakeEngine(),
+            served_model_names=("m",),
+            max_body_bytes=1,
+            tells_other_salts=allowed,
+        )
+        return cache_controls(service, http_request, request, [None])
+
+    assert looks(True, request) == [CacheControl(looks_at_other_salts=True)]
+    assert looks(False, request) == looks(True, silent) == [None]
