@@ -19,6 +19,7 @@ from prefixkv.api.completions import completions_router
 from prefixkv.api.draining import Drain, DrainGate
 from prefixkv.api.engine_interface import ServingEngine
 from prefixkv.api.errors import UnexpectedErrors, handle_error, handle_http_exception
+from prefixkv.api.explain import explain_router
 from prefixkv.api.health import health_router
 from prefixkv.api.key_limits import KeyLimits
 from prefixkv.api.metrics import metrics_router
@@ -92,14 +93,15 @@ def create_app(
     refusals = Refusals()
     app.include_router(metrics_router(service, refusals))
     app.include_router(cache_admin_router(service, keys))
+    app.include_router(explain_router(service))
     for kind in (PrefixKVError, ClientDisconnect):
         app.add_exception_handler(kind, refusals.counting(handle_error))
     app.add_exception_handler(HTTPException, handle_http_exception)
-    app.add_middleware(CountedRefusals, refusals=refusals)
     # the first one added is the innermost
     app.add_middleware(KeyLimits)
     app.add_middleware(DrainGate, drain=service.drain)
     app.add_middleware(Authentication, keys=keys)
+    app.add_middleware(CountedRefusals, refusals=refusals)
     app.add_middleware(UnexpectedErrors)
     if allowed_origins:
         app.add_middleware(CORSMiddleware, **_cors(allowed_origins))
