@@ -14,6 +14,7 @@ from prefixkv.api.engine_interface import ServingEngine
 from prefixkv.api.errors import UnexpectedErrors, handle_error, handle_http_exception
 from prefixkv.api.health import health_router
 from prefixkv.api.models import models_router
+from prefixkv.api.openapi import describe_api
 from prefixkv.api.request_id import RequestIds
 from prefixkv.api.service import Service
 from prefixkv.api.tokenization import tokenization_router
@@ -64,6 +65,7 @@ def create_app(
     app.include_router(models_router(service))
     app.include_router(tokenization_router(service))
     app.include_router(health_router(service))
+    describe_api(app)
     for kind in (PrefixKVError, ClientDisconnect):
         app.add_exception_handler(kind, handle_error)
     app.add_exception_handler(HTTPException, handle_http_exception)
