@@ -161,7 +161,7 @@ def _only(field: str) -> JsonSchema:
 def _responses(known: Operation) -> dict[str, Any]:
     content = _json(known.answer or {})
     if known.streams:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        content["text/event-stream"] = {}
     responses: dict[str, Any] = {"200": {"description": "Done.", "content": content}}
     by_status: dict[int, list[type[Exception]]] = {}
     for error in known.errors:
