@@ -24,6 +24,7 @@ from tiny_models import byte_tokenizer
 
 from prefixkv.api.app import create_app
 from prefixkv.api.openapi import OPERATIONS
+from prefixkv.errors import EngineStopped, QueueFull, StepFailed
 from prefixkv.tokenizer import Tokenizer
 from tests.api.fake_engine import FakeEngine
 
@@ -36,7 +37,7 @@ CHECKS = [
 ]
 # few, and the same ones in every run: this guards the document, it does not hunt
 FEW = settings(
-    max_examples=10,
+    max_examples=8,
     derandomize=True,
     database=None,
     deadline=None,
@@ -57,7 +58,9 @@ def app() -> Any:
     engine.vocab_size = len(byte_tokenizer())
     engine.max_model_len = 80
     engine.is_running = True
-    return create_app(engine, ["m"])
+    app = create_app(engine, ["m"])
+    app.state.engine = engine
+    return app
 
 
 @pytest.fixture(scope="module")
@@ -116,3 +119,17 @@ def test_generated_requests_get_what_is_documented(
 
     expected = {404} if "{" in label else {200} if label.startswith("GET") else {200, 400}
     assert statuses.keys() >= expected, statuses
+
+
+def test_each_refusal_is_documented(app: Any, session: Any) -> None:
+    """What no generated request provokes: an unknown model, and what the engine raises."""
+    path = "/v1/completions"
+    documented = app.openapi()["paths"][path]["post"]["responses"]
+    engine = app.state.engine
+    for error in (QueueFull("full"), StepFailed("failed"), EngineStopped("draining")):
+        engine.error = error
+        assert str(session.post(path, json={"prompt": "x"}).status_code) in documented
+    engine.error = None
+    unknown = session.post(path, json={"prompt": "x", "model": "nope"})
+    assert unknown.status_code == 404
+    assert "404" in documented
