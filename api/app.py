@@ -24,6 +24,7 @@ from prefixkv.api.health import health_router
 from prefixkv.api.key_limits import KeyLimits
 from prefixkv.api.metrics import metrics_router
 from prefixkv.api.models import models_router
+from prefixkv.api.openapi import describe_api
 from prefixkv.api.refusals import CountedRefusals, Refusals
 from prefixkv.api.request_id import RequestIds
 from prefixkv.api.responses import responses_router
@@ -90,10 +91,11 @@ def create_app(
     app.include_router(models_router(service))
     app.include_router(tokenization_router(service))
     app.include_router(health_router(service))
+    app.include_router(explain_router(service))
+    app.include_router(cache_admin_router(service, keys))
     refusals = Refusals()
     app.include_router(metrics_router(service, refusals))
-    app.include_router(cache_admin_router(service, keys))
-    app.include_router(explain_router(service))
+    describe_api(app)
     for kind in (PrefixKVError, ClientDisconnect):
         app.add_exception_handler(kind, refusals.counting(handle_error))
     app.add_exception_handler(HTTPException, handle_http_exception)

@@ -44,7 +44,7 @@ class ByteTokenizer:
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of bytes."""
-        return bytes(token_ids).decode("utf-8", "replace")
+        return bytes(token_id % 256 for token_id in token_ids).decode("utf-8", "replace")
 
     def token_strings(self, token_ids: Sequence[int]) -> list[str]:
         """Return hexadecimal numbers."""
