@@ -39,20 +39,23 @@ class AccessLog:
             return
         begin = time.perf_counter()
         status: int | None = None
+        is_whole = False
 
-        async def send_noting_status(message: Message) -> None:
-            nonlocal status
+        async def send_noting(message: Message) -> None:
+            nonlocal status, is_whole
             if message["type"] == "http.response.start":
                 status = message["status"]
+            elif not message.get("more_body"):
+                is_whole = True
             await send(message)
 
         try:
-            await self._app(scope, receive, send_noting_status)
+            await self._app(scope, receive, send_noting)
         finally:
-            _log(scope, status, time.perf_counter() - begin)
+            _log(scope, status, time.perf_counter() - begin, is_cut=not is_whole)
 
 
-def _log(scope: Scope, status: int | None, duration_s: float) -> None:
+def _log(scope: Scope, status: int | None, duration_s: float, *, is_cut: bool) -> None:
     # as it came, percent-encoded: a line break in it would begin a new line of the log
     path = (scope.get("raw_path") or b"").decode("latin-1")[:MAX_PATH_CHARS]
     fields = {
@@ -63,6 +66,7 @@ def _log(scope: Scope, status: int | None, duration_s: float) -> None:
         "tenant": scope.get(SCOPE_KEY, ANONYMOUS).name,
         "client": (scope.get("client") or ("",))[0],
         "request_id": request_id_in(scope).value,
+        **({"is_cut": True} if is_cut else {}),  # the client left, or the server failed
         **_token_counts(scope.get(USAGES_KEY, ())),
     }
     logger.info("%s %s", scope["method"], path, extra={"fields": fields})

@@ -7,11 +7,12 @@ import signal
 import socket
 import ssl
 import sys
+from functools import partial
 
 import uvicorn
+from fastapi import FastAPI
 
 from prefixkv.api.announcement import announce
-from prefixkv.api.api_keys import ApiKeys
 from prefixkv.api.app import create_app
 from prefixkv.api.draining import Drain
 from prefixkv.api.engine_interface import ServingEngine
@@ -61,16 +62,7 @@ def run(config: EngineConfig, options: ServerOptions) -> None:
     """
     configure_logs(options.log_format, options.log_level, options.uvicorn_log_level)
     try:
-        keys = collect_keys(
-            options.api_key or (),
-            options.api_key_file,
-            options.admin_api_key,
-            options.max_requests_per_key,
-        )
-        origins = parse_origins(options.allowed_origins or ())
-        _require_certificate(options)
-        with bind(options.host, options.port) as listener, on_signals(signal.default_int_handler):
-            serve(build_engine(config), config.model, listener, options, keys, origins)
+        _run(config, options)
     except KeyboardInterrupt:
         return
     except (PrefixKVError, OSError) as error:
@@ -80,27 +72,47 @@ def run(config: EngineConfig, options: ServerOptions) -> None:
         sys.exit(1)
 
 
-def serve(
-    engine: ServingEngine,
-    model: str,
-    listener: socket.socket,
-    options: ServerOptions,
-    keys: ApiKeys,
-    origins: list[str],
-) -> None:
-    """Serve `engine` on `listener` until a signal; start it before and stop it after."""
-    drain = Drain()
-    names = options.served_model_name or [model]
-    app = create_app(
-        engine,
-        names,
-        max_body_bytes=options.max_body_bytes,
-        keys=keys,
-        allowed_origins=origins,
-        silent_paths=options.disable_access_log_for_endpoints.split(","),
-        drain=drain,
+def _run(config: EngineConfig, options: ServerOptions) -> None:
+    keys = collect_keys(
+        options.api_key or (),
+        options.api_key_file,
+        options.admin_api_key,
+        options.max_requests_per_key,
     )
-    config = uvicorn.Config(
+    origins = parse_origins(options.allowed_origins or ())
+    _require_certificate(options)
+    with bind(options.host, options.port) as listener, on_signals(signal.default_int_handler):
+        engine = build_engine(config)
+        names = options.served_model_name or [config.model]
+        drain = Drain()
+        app = create_app(
+            engine,
+            names,
+            max_body_bytes=options.max_body_bytes,
+            keys=keys,
+            allowed_origins=origins,
+            silent_paths=options.disable_access_log_for_endpoints.split(","),
+            drain=drain,
+        )
+        port = listener.getsockname()[1]
+        on_ready = partial(announce, options, port, names[0], needs_key=keys.are_required)
+        settings = _uvicorn_config(app, options)
+        server = GracefulServer(settings, engine, drain, options.shutdown_timeout, on_ready)
+        _serve(server, engine, listener)
+
+
+def _serve(server: GracefulServer, engine: ServingEngine, listener: socket.socket) -> None:
+    async def start_and_serve() -> None:
+        # not left to the application's lifespan, where uvicorn would print a failure's traceback
+        await engine.start()
+        await server.serve([listener])
+
+    with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
+        runner.run(start_and_serve())
+
+
+def _uvicorn_config(app: FastAPI, options: ServerOptions) -> uvicorn.Config:
+    return uvicorn.Config(
         app,
         log_config=None,
         log_level=options.uvicorn_log_level,
@@ -113,20 +125,6 @@ def serve(
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=LAST_RESORT_S,
     )
-    port = listener.getsockname()[1]
-
-    def on_ready() -> None:
-        announce(options, port, names[0], needs_key=keys.are_required)
-
-    server = GracefulServer(config, engine, drain, options.shutdown_timeout, on_ready)
-
-    async def start_and_serve() -> None:
-        # not left to the application's lifespan, where uvicorn would print a failure's traceback
-        await engine.start()
-        await server.serve([listener])
-
-    with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
-        runner.run(start_and_serve())
 
 
 def _require_certificate(options: ServerOptions) -> None:

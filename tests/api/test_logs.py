@@ -11,7 +11,8 @@ import httpx
 import pytest
 
 from prefixkv.api.log_format import JsonFormatter, TextFormatter
-from tests.api.live_server import DEADLINE_S
+from tests.api.fake_engine import FakeEngine
+from tests.api.live_server import DEADLINE_S, eventually
 from tests.api.server_process import read_until, serving
 
 SECRETS = ("PROMPT", "SALT", "-KEY")
@@ -94,6 +95,24 @@ def _check_lines(lines: list[dict[str, Any]], statuses: list[int]) -> None:
     assert failure["exception"].startswith("Traceback")
 
 
+def test_an_answer_that_was_cut_is_told(
+    client: httpx.Client, engine: FakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The status alone, which was sent at the beginning, would hide it."""
+    engine.step_s = 0.01
+    request = {"prompt": "x", "stream": True, "max_tokens": 100_000}
+    with caplog.at_level(logging.INFO, "prefixkv.access"):
+        with client.stream("POST", "/v1/completions", json=request) as response:
+            assert response.status_code == 200
+        eventually(lambda: bool(caplog.records))
+        assert client.get("/v1/models").status_code == 200
+        eventually(lambda: len(caplog.records) == 2)
+
+    cut, whole = (vars(record)["fields"] for record in caplog.records)
+    assert (cut["status"], cut.get("is_cut")) == (200, True)
+    assert (whole["status"], whole.get("is_cut")) == (200, None)
+
+
 def record_of(message: str, *arguments: object, **extra: Any) -> logging.LogRecord:
     """Return a record, of an exception if one is being handled."""
     info: Any = sys.exc_info() if sys.exc_info()[0] else None
@@ -119,7 +138,7 @@ def test_a_line_of_json_is_one_line() -> None:
 
 def test_a_line_of_text_shows_the_fields() -> None:
     """Behind the message, without those that have no value."""
-    text = TextFormatter().format(record_of("m", fields={"status": 200, "none": None}))
+    text = TextFormatter().format(record_of("m\n", fields={"status": 200, "none": None}))
 
     assert text.endswith(" ERROR x: m status=200")
 
