@@ -12,10 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 from prefixkv.api.chat_digest import chat_digests
 from prefixkv.api.messages import RenderedChat, normalized
-from prefixkv.api.shared_lru import SharedLRU
 from prefixkv.api.token_memory import ChatTokens, TokenMemory
 from prefixkv.api.told_tokens import ToldTokens, told_tokens
-from prefixkv.api.transcript import Transcript, transcript_of
 from prefixkv.outputs import BranchOutput
 from prefixkv.tokenizer import Tokenizer
 from tests.api.fake_engine import FakeEngine
@@ -37,6 +35,7 @@ def make_tokenizer(content: str = "m.content", *, prepends: bool = False) -> Tok
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     letters = "abcdefgh"
     merges = [(a, b) for a in letters for b in letters]
+    merges.append(("©", "x"))  # the second byte of é, and a letter
     tokens = [END, *alphabet, *(a + b for a, b in merges)]
     model = models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges)
     backend = Backend(model)
@@ -245,6 +244,7 @@ def test_memory_is_bounded_and_can_be_off() -> None:
         (["ab"], {"text": "", "stop_reason": "a"}, ([], "", "")),
         # half a character before the stop string counts only with its other half
         ([b"\xc3", b"\xa9", "x"], {"text": "é", "stop_reason": "x"}, ([b"\xc3", b"\xa9"], "é", "")),
+        ([b"\xc3", b"\xa9x"], {"text": "é", "stop_reason": "x"}, ([], "", "é")),
         ([b"\xc3", "x"], {"text": "\ufffd", "stop_reason": "x"}, ([], "", "\ufffd")),
         # told with what stopped it: all of a string, none of an end token
         ("abxy", {"text": "abxy", "stop_reason": "xy", "included": True}, ("abxy", "abxy", "")),
@@ -269,24 +269,6 @@ def _ids(tokens: Sequence[str | bytes]) -> list[int]:
     by_bytes = {TOKENIZER.token_bytes(i): i for i in range(TOKENIZER.vocab_size)}
     spelled = [END if token == "." else token for token in tokens]
     return [by_bytes[t if isinstance(t, bytes) else t.encode()] for t in spelled]
-
-
-def test_parts_count_once_and_are_gone_with_the_last_that_has_them() -> None:
-    """A beginning lives as long as what goes on from it."""
-    memory: SharedLRU[str, Transcript] = SharedLRU(10**6)
-    trunk = transcript_of("x" * 1000, range(1000))
-    kids = [trunk.followed_by("y", [i]) for i in range(3)]
-    for name, value in zip("abc", kids, strict=True):
-        memory.put(name, value)
-    memory.put("trunk", trunk)
-    total = memory.num_bytes
-    assert total == trunk.num_bytes + sum(kid.num_bytes for kid in kids)
-    memory.put("trunk", trunk)
-    memory.pop("trunk")
-    assert memory.num_bytes == total
-    for name in "abc":
-        memory.pop(name)
-    assert (memory.num_bytes, len(memory), memory.pop("a")) == (0, 0, None)
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])

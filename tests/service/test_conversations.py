@@ -1,85 +1,27 @@
 """Conversations over a real engine: a turn begins with exactly the tokens of the turn before."""
 
 import json
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
-import torch
-from tiny_models import CHAT_TEMPLATE, EOS, SPECIAL, tiny_model
-from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from recording_engine import LETTERS, PAIRS, RecordingEngine, recording_engine
+from tiny_models import CHAT_TEMPLATE, EOS
 
 from prefixkv.api.app import create_app
-from prefixkv.async_engine import AsyncEngine
-from prefixkv.config import EngineConfig
-from prefixkv.engine import Engine
-from prefixkv.model import LanguageModel
-from prefixkv.outputs import OutputDelta
-from prefixkv.sampling_params import SamplingParams
 from tests.api.live_server import running
 
-LETTERS = "abcdefgh"
-PAIRS = [(a, b) for a in LETTERS for b in LETTERS]
 # what a random model may say: letters and their pairs, one word in many spellings
 SAID: dict[str, Any] = {"temperature": 1.5, "max_tokens": 9}
 USER = {"role": "user", "content": "hi"}
 CHATS, RESPONSES = "/v1/chat/completions", "/v1/responses"
 
 
-def merging_tokenizer() -> PreTrainedTokenizerFast:
-    """Bytes, special tokens, and all pairs of a few letters."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokens = [*SPECIAL, *alphabet, *(a + b for a, b in PAIRS)]
-    backend = Backend(models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=PAIRS))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    build: Any = PreTrainedTokenizerFast  # untyped
-    wrapped: PreTrainedTokenizerFast = build(
-        tokenizer_object=backend, eos_token=EOS, additional_special_tokens=SPECIAL
-    )
-    wrapped.chat_template = CHAT_TEMPLATE
-    return wrapped
-
-
-class RecordingEngine(AsyncEngine):
-    """Notes the tokens that go in and those that come out."""
-
-    def __init__(self, engine: Engine) -> None:
-        super().__init__(engine)
-        self.prompts: list[list[int]] = []
-        self.answers: list[dict[int, list[int]]] = []
-
-    async def generate(
-        self, prompt: Sequence[int], params: SamplingParams, **options: Any
-    ) -> AsyncIterator[OutputDelta]:
-        """Run a request and note it."""
-        self.prompts.append(list(prompt))
-        answers: dict[int, list[int]] = {}
-        self.answers.append(answers)
-        async for delta in super().generate(prompt, params, **options):
-            answers.setdefault(delta.index, []).extend(delta.token_ids)
-            yield delta
-
-    def whole(self, index: int = 0, number: int = -1) -> list[int]:
-        """Return the tokens of a request and of one of its answers, without what ended it."""
-        answer = self.answers[number][index]
-        is_over = answer[-1] == self.tokenizer.eos_token_id
-        return self.prompts[number] + (answer[:-1] if is_over else answer)
-
-
 @pytest.fixture(scope="module")
 def engine() -> RecordingEngine:
     """An engine of a tiny random model that knows pairs of letters."""
-    tokenizer = merging_tokenizer()
-    model = tiny_model()
-    torch.manual_seed(1)
-    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-    wrapped = LanguageModel.from_transformers(model, tokenizer)
-    config = EngineConfig(num_blocks=513, block_size=4)
-    return RecordingEngine(Engine(wrapped, config))
+    return recording_engine()
 
 
 @pytest.fixture(scope="module")
@@ -165,22 +107,37 @@ def test_each_of_several_answers_can_be_gone_on_from(
         assert engine.prompts[-1][: len(whole)] == whole
 
 
+@pytest.mark.parametrize("path", [CHATS, RESPONSES])
 def test_what_a_stop_string_cut_off_is_not_remembered(
-    client: httpx.Client, engine: RecordingEngine, said: dict[str, Any]
+    client: httpx.Client, engine: RecordingEngine, said: dict[str, Any], path: str
 ) -> None:
     """The prompt of the next turn says what was told, with the tokens that said it."""
-    letters = {**said, "allowed_token_ids": said["allowed_token_ids"][:-1], "max_tokens": 40}
+    said.update(allowed_token_ids=said["allowed_token_ids"][:-1], max_tokens=40)
+    c = engine.tokenizer.encode("c")
     halves = 0
-    for seed in range(6):
-        (text,), _ = chat(client, messages=[USER], stop=["b"], seed=seed, **letters)
-        answer = engine.answers[-1][0]
+    for seed in range(5):
+        stop: dict[str, Any] = {"stop": ["b"]}
+        if not seed:
+            stop = {"stop_token_ids": c, "include_stop_str_in_output": True}
+            stop["logit_bias"] = {c[0]: 5}
+        fields = {"seed": seed, **stop, **said}
+        if path == CHATS:
+            (text,), _ = chat(client, messages=[USER], **fields)
+            history = [USER, {"role": "assistant", "content": text}, USER]
+            chat(client, messages=history, max_tokens=1)
+        else:
+            first = respond(client, input="hi", **fields)
+            text = output_text(first)
+            respond(client, input="hi", previous_response_id=first["id"], max_tokens=1)
+        assert text.endswith("c") or seed
+        assert "b" not in text or not seed
+        answer = engine.answers[-2][0]
         beginnings = [engine.tokenizer.decode(answer[:k]) for k in range(len(answer) + 1)]
         num_told = max(k for k, said_by_k in enumerate(beginnings) if text.startswith(said_by_k))
-        chat(client, messages=[USER, {"role": "assistant", "content": text}, USER], max_tokens=1)
-        prompt, first = engine.prompts[-1], engine.prompts[-2]
-        assert prompt[: len(first) + num_told] == first + answer[:num_told]
+        whole = engine.prompts[-2] + answer[:num_told]
+        assert engine.prompts[-1][: len(whole)] == whole
         halves += beginnings[num_told] != text
-        spelled = engine.tokenizer.decode(prompt, skip_special_tokens=False)
+        spelled = engine.tokenizer.decode(engine.prompts[-1], skip_special_tokens=False)
         assert f"<|im_start|>assistant\n{text}<|im_end|>" in spelled
     assert halves  # a stop string was found inside a token
 
