@@ -65,6 +65,10 @@ class Lease:
         )
 
 
+def _expiry_rank(lease: Lease) -> tuple[float, int]:
+    return lease.expires_at, lease.number
+
+
 class Leases:
     """All leases on one cache, the one that expires next first.
 
@@ -92,9 +96,7 @@ class Leases:
         self.max_ttl_s = max_ttl_s
         self.clock = clock
         self.stats = LeaseStats()
-        self._by_expiry: SortedKeyList[Lease] = SortedKeyList(
-            key=lambda lease: (lease.expires_at, lease.number)
-        )
+        self._by_expiry: SortedKeyList[Lease] = SortedKeyList(key=_expiry_rank)
         self._by_key: dict[Key, Lease] = {}
         self._by_session: dict[tuple[Root, str], dict[Lease, None]] = {}
         self._holders: dict[Block, int] = {}  # leases that end there, and leased followers
@@ -126,6 +128,7 @@ class Leases:
         Args:
             sequence: all computed; a half-filled last block of it may get published.
         """
+        assert not sequence.num_scheduled_tokens
         self.expire()
         points = control.breakpoints
         num_left_out = max(0, len(points) - MAX_BREAKPOINTS)
@@ -173,6 +176,8 @@ class Leases:
         """Find the block that a lease is to end in: published, or fit to become a tail."""
         if not self.cache.enabled:
             return "the cache is disabled"
+        if num_tokens > sequence.write_limit:
+            return f"{num_tokens} tokens, {sequence.write_limit} may be found"
         if num_tokens > sequence.num_computed_tokens:
             return f"{num_tokens} tokens, {sequence.num_computed_tokens} are computed"
         block_size = self.cache.block_size
