@@ -17,6 +17,7 @@ from prefixkv.api.metrics import metrics_router
 from prefixkv.api.models import models_router
 from prefixkv.api.refusals import CountedRefusals, Refusals
 from prefixkv.api.request_id import RequestIds
+from prefixkv.api.responses import responses_router
 from prefixkv.api.service import Service
 from prefixkv.api.token_memory import TOKEN_MEMORY_BYTES, TokenMemory
 from prefixkv.api.tokenization import tokenization_router
@@ -67,6 +68,7 @@ def create_app(
     )
     app.include_router(completions_router(service))
     app.include_router(chat_completions_router(service))
+    app.include_router(responses_router(service))
     app.include_router(models_router(service))
     app.include_router(tokenization_router(service))
     app.include_router(health_router(service))

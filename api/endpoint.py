@@ -14,7 +14,7 @@ from prefixkv.api.body import read_body
 from prefixkv.api.disconnect import unless_disconnected
 from prefixkv.api.echo import Echo, echoed
 from prefixkv.api.engine_interface import Tokenizer
-from prefixkv.api.generation import Deltas, IndexedDelta, collect, generate
+from prefixkv.api.generation import collect, first_of, generate
 from prefixkv.api.logprobs import LogprobsBody, prompt_logprobs_body
 from prefixkv.api.request_id import request_id_of
 from prefixkv.api.schemas import GenerationRequest
@@ -136,7 +136,7 @@ async def answer(service: Service, http_request: Request, job: Job, shape: Shape
         body = shape.body(envelope, completions, logprobs)
         _add_prompt_logprobs(body, shape, completions, job, service.engine.tokenizer)
         return json_response(body)
-    first = await unless_disconnected(http_request.receive, _first(deltas))
+    first = await unless_disconnected(http_request.receive, first_of(deltas))
     told = Told(
         shape.chunks(envelope, logprobs),
         num_prompts=len(job.prompts),
@@ -144,7 +144,3 @@ async def answer(service: Service, http_request: Request, job: Job, shape: Shape
         usage_at_finish=not job.request.includes_usage,
     )
     return EventStream(events(first, deltas, told))
-
-
-async def _first(deltas: Deltas) -> IndexedDelta:
-    return await anext(deltas)

@@ -63,7 +63,7 @@ def render(request: ChatCompletionRequest, tokenizer: Tokenizer) -> RenderedChat
         InvalidRequest: the messages, or how to render them, are wrong.
     """
     continues = bool(request.continue_final_message)
-    kwargs = _template_kwargs(request)
+    kwargs = checked_template_kwargs(request.chat_template_kwargs)
     if continues:
         _require_continuing(request, tokenizer)
     add_generation_prompt = request.add_generation_prompt
@@ -93,6 +93,15 @@ def chat_text(
     except InvalidRequest as error:
         error.param = error.param or "messages"
         raise
+
+
+def checked_template_kwargs(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the template variables of a request; raises InvalidRequest for the renderer's own."""
+    kwargs = dict(given or {})
+    for name in sorted(kwargs.keys() & _RESERVED_KWARGS):
+        param = f"chat_template_kwargs.{name}"
+        raise InvalidRequest(f"{param} cannot be set there.", param)
+    return kwargs
 
 
 def require_tokens(token_ids: Sequence[int]) -> None:
@@ -153,14 +162,6 @@ def _parsed_arguments(arguments: str) -> Any:
         # the model itself may have written this; its history must stay usable
         return arguments
     return parsed if isinstance(parsed, dict) else arguments
-
-
-def _template_kwargs(request: ChatCompletionRequest) -> dict[str, Any]:
-    kwargs = dict(request.chat_template_kwargs or {})
-    for name in sorted(kwargs.keys() & _RESERVED_KWARGS):
-        param = f"chat_template_kwargs.{name}"
-        raise InvalidRequest(f"{param} cannot be set there.", param)
-    return kwargs
 
 
 def _require_continuing(request: ChatCompletionRequest, tokenizer: Tokenizer) -> None:

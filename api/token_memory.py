@@ -117,14 +117,14 @@ class TokenMemory:
             if message["role"] == "assistant"
         ]
         reason: SpliceMiss = "unknown"
-        for end in reversed(ends if digests else []):
+        for end in reversed(ends):
             found = self._answers.get(digests[end])
             if found is None:
                 continue
             if found.begins(chat.text):
                 return found
             reason = "rewritten"
-        if ends and digests:
+        if ends:
             self._count(reason)
         return None
 
