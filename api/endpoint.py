@@ -9,13 +9,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from prefixkv.api.answers import noted
-from prefixkv.api.bodies import Envelope, json_response
+from prefixkv.api.bodies import Envelope, json_response, long_json_response
 from prefixkv.api.body import read_body
 from prefixkv.api.disconnect import unless_disconnected
 from prefixkv.api.echo import Echo, echoed
 from prefixkv.api.engine_interface import Tokenizer
 from prefixkv.api.generation import collect, first_of, generate
-from prefixkv.api.logprobs import LogprobsBody, prompt_logprobs_body
+from prefixkv.api.logprobs import MANY_LOGPROBS, LogprobsBody, prompt_logprobs_body
 from prefixkv.api.request_id import request_id_of
 from prefixkv.api.schemas import GenerationRequest
 from prefixkv.api.service import Service
@@ -65,6 +65,12 @@ def _add_prompt_logprobs(
         return
     for choice in body["choices"]:
         choice["prompt_logprobs"] = told[choice["index"] // job.params.n]
+
+
+def num_scored(completion: Completion) -> int:
+    """Return how many tokens of a prompt and its outputs have log-probabilities."""
+    outputs = sum(len(output.logprobs or ()) for output in completion.outputs)
+    return outputs + len(completion.prompt_logprobs or ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +139,15 @@ async def answer(service: Service, http_request: Request, job: Job, shape: Shape
     if not job.request.stream:
         work = collect(deltas, len(job.prompts), job.params.n)
         completions = await unless_disconnected(http_request.receive, work)
-        body = shape.body(envelope, completions, logprobs)
-        _add_prompt_logprobs(body, shape, completions, job, service.engine.tokenizer)
-        return json_response(body)
+
+        def respond(make: Callable[[Any], Response] = json_response) -> Response:
+            body = shape.body(envelope, completions, logprobs)
+            _add_prompt_logprobs(body, shape, completions, job, service.engine.tokenizer)
+            return make(body)
+
+        if sum(map(num_scored, completions)) > MANY_LOGPROBS:
+            return await asyncio.to_thread(respond, long_json_response)
+        return respond()
     first = await unless_disconnected(http_request.receive, first_of(deltas))
     told = Told(
         shape.chunks(envelope, logprobs),

@@ -158,14 +158,16 @@ def test_every_counter_moves(model: Any) -> None:
     assert moved() == {"num_requests_waiting": 2}
     engine.step()  # the second waits for the first
     assert moved() == {
-        "num_requests_running": 1, "num_requests_waiting": -1, "num_prompt_tokens": 7, "num_queried_tokens": 7,
+        "num_requests_running": 1, "num_requests_waiting": -1, "num_prompt_tokens": 7,
+        "num_queried_tokens": 7,
         "num_steps": 1, "num_computed_tokens": 7, "num_free_blocks": -2, "kv_cache_usage": 2 / 8,
         "num_generated_tokens": 1, "num_live_branches": 1, "num_block_references": 2,
         "num_blocks_used": 2,
     }  # fmt: skip
     engine.step()  # the first decodes into its second block, the second computes three tokens
     assert moved() == {
-        "num_requests_running": 1, "num_requests_waiting": -1, "num_prompt_tokens": 7, "num_queried_tokens": 7,
+        "num_requests_running": 1, "num_requests_waiting": -1, "num_prompt_tokens": 7,
+        "num_queried_tokens": 7,
         "num_cached_tokens": 4, "num_steps": 1, "num_computed_tokens": 4, "num_free_blocks": -1,
         "kv_cache_usage": 1 / 8, "num_generated_tokens": 2, "num_live_branches": 1,
         "num_block_references": 2, "num_blocks_used": 1, "num_shared_blocks": 1,
@@ -182,7 +184,8 @@ def test_every_counter_moves(model: Any) -> None:
     add(prompt)
     engine.step()
     assert moved() == {
-        "num_prompt_tokens": 7, "num_queried_tokens": 7, "num_cached_tokens": 6, "num_steps": 1, "num_computed_tokens": 1,
+        "num_prompt_tokens": 7, "num_queried_tokens": 7, "num_cached_tokens": 6, "num_steps": 1,
+        "num_computed_tokens": 1,
         "num_copies": 1, "num_slots_copied": 2, "num_completion_tokens": 1,
         "num_generated_tokens": 1,
     }  # fmt: skip
@@ -192,7 +195,8 @@ def test_every_counter_moves(model: Any) -> None:
     add([5] * 3 + [6])
     engine.step()
     assert moved() == {
-        "num_prompt_tokens": 4, "num_queried_tokens": 4, "num_cached_tokens": 3, "num_steps": 1, "num_computed_tokens": 1,
+        "num_prompt_tokens": 4, "num_queried_tokens": 4, "num_cached_tokens": 3, "num_steps": 1,
+        "num_computed_tokens": 1,
         "num_takeovers": 1, "num_completion_tokens": 1, "num_generated_tokens": 1,
     }  # fmt: skip
     branch = Sequence.open(engine.cache, engine.identity, prompt)
