@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
@@ -13,6 +13,10 @@ from prefixkv.api.logprobs import LogprobsBody
 from prefixkv.outputs import BranchOutput, Completion, Usage
 
 SYSTEM_FINGERPRINT = f"prefixkv-{version('prefixkv')}"
+
+LIST_PART = 256
+DEPTH_OF_LISTS = 4
+"""A body has choices, a choice has log-probabilities, which have lists."""
 
 # made once: `json.dumps` makes one for each call, which costs more than a token's text
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
@@ -42,7 +46,42 @@ def dump_json(value: Any) -> str:
 
     Some clients split streams with `str.splitlines`, which also breaks at these three.
     """
-    text = _encode(value)
+    return _in_one_line(_encode(value))
+
+
+def dump_long_json(value: Any) -> str:
+    """Return the same, long lists encoded a part at a time.
+
+    The encoder lets no other thread run: with megabytes to encode it would hold up the event loop
+    even from a thread of its own.
+    """
+    return _in_one_line("".join(_pieces(value, depth=0)))
+
+
+def _pieces(value: Any, depth: int) -> Iterator[str]:
+    """Encode `value`; deeper than the lists of a choice nothing is long."""
+    if isinstance(value, dict) and value and depth <= DEPTH_OF_LISTS:
+        opening = "{"
+        for key, member in value.items():
+            yield f"{opening}{_encode(key)}:"
+            yield from _pieces(member, depth + 1)
+            opening = ","
+        yield "}"
+    elif isinstance(value, list) and value and depth <= DEPTH_OF_LISTS:
+        opening, is_long = "[", len(value) > LIST_PART
+        for start in range(0, len(value), LIST_PART if is_long else 1):
+            yield opening
+            if is_long:
+                yield _encode(value[start : start + LIST_PART])[1:-1]
+            else:
+                yield from _pieces(value[start], depth + 1)
+            opening = ","
+        yield "]"
+    else:
+        yield _encode(value)
+
+
+def _in_one_line(text: str) -> str:
     if text.isascii():
         return text
     return text.replace("\u2028", "\\u2028").replace("\u2029", "\\u2029").replace("\x85", "\\u0085")
@@ -51,6 +90,11 @@ def dump_json(value: Any) -> str:
 def json_response(body: Any) -> Response:
     """Return a 200 with `body`."""
     return Response(dump_json(body), media_type="application/json")
+
+
+def long_json_response(body: Any) -> Response:
+    """Return the same, made so that it can be made in a thread."""
+    return Response(dump_long_json(body), media_type="application/json")
 
 
 def usage_body(usages: Iterable[Usage]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """`echo`: the prompt stands before each of its completions, with its log-probabilities."""
 
+import asyncio
 import math
 from collections.abc import Sequence
 from contextlib import aclosing
@@ -7,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from prefixkv.api.engine_interface import Tokenizer
 from prefixkv.api.generation import Deltas
+from prefixkv.api.logprobs import MANY_LOGPROBS
 from prefixkv.outputs import OutputDelta, TokenLogprobs
 
 
@@ -41,7 +43,11 @@ async def echoed(
     async with aclosing(deltas):
         async for prompt, delta in deltas:
             if prompt not in scores:  # the first delta of a request brings them
-                scores[prompt] = _scores(echoes[prompt], delta, num_top)
+                told_again = echoes[prompt], delta, num_top
+                if len(delta.prompt_logprobs or ()) > MANY_LOGPROBS:
+                    scores[prompt] = await asyncio.to_thread(_scores, *told_again)
+                else:
+                    scores[prompt] = _scores(*told_again)
             if is_all:
                 delta = _without_output(delta)
             if (prompt, delta.index) not in told:

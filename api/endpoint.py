@@ -10,14 +10,14 @@ from starlette.responses import Response
 
 from prefixkv.api.access_log import USAGES_KEY
 from prefixkv.api.answers import noted
-from prefixkv.api.bodies import Envelope, json_response
+from prefixkv.api.bodies import Envelope, json_response, long_json_response
 from prefixkv.api.body import read_body
 from prefixkv.api.cache_use import cache_controls, cache_reports
 from prefixkv.api.disconnect import unless_disconnected
 from prefixkv.api.echo import Echo, echoed
 from prefixkv.api.engine_interface import Tokenizer
 from prefixkv.api.generation import Deltas, collect, first_of, generate
-from prefixkv.api.logprobs import LogprobsBody, prompt_logprobs_body
+from prefixkv.api.logprobs import MANY_LOGPROBS, LogprobsBody, prompt_logprobs_body
 from prefixkv.api.prewarm import prewarmed
 from prefixkv.api.request_headers import priority_of
 from prefixkv.api.request_id import request_id_of
@@ -69,6 +69,12 @@ def _add_prompt_logprobs(
         return
     for choice in body["choices"]:
         choice["prompt_logprobs"] = told[choice["index"] // job.params.n]
+
+
+def num_scored(completion: Completion) -> int:
+    """Return how many tokens of a prompt and its outputs have log-probabilities."""
+    outputs = sum(len(output.logprobs or ()) for output in completion.outputs)
+    return outputs + len(completion.prompt_logprobs or ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,10 +140,16 @@ async def answer(service: Service, http_request: Request, job: Job, shape: Shape
         work = collect(deltas, len(job.prompts), job.params.n)
         completions = await unless_disconnected(http_request.receive, work)
         http_request.scope[USAGES_KEY] = [completion.usage for completion in completions]
-        body = shape.body(envelope, completions, logprobs)
-        _add_prompt_logprobs(body, shape, completions, job, service.engine.tokenizer)
-        body |= reports.all_members([completion.cache_report for completion in completions])
-        return json_response(body)
+        members = reports.all_members([completion.cache_report for completion in completions])
+
+        def respond(make: Callable[[Any], Response] = json_response) -> Response:
+            body = shape.body(envelope, completions, logprobs)
+            _add_prompt_logprobs(body, shape, completions, job, service.engine.tokenizer)
+            return make(body | members)
+
+        if sum(map(num_scored, completions)) > MANY_LOGPROBS:
+            return await asyncio.to_thread(respond, long_json_response)
+        return respond()
     first = await unless_disconnected(http_request.receive, first_of(deltas))
     told = Told(
         shape.chunks(envelope, logprobs),

@@ -11,6 +11,9 @@ from prefixkv.outputs import PromptLogprob, TokenLogprobs
 LEAST = -9999.0
 """What OpenAI's types document for a token that is very unlikely."""
 
+MANY_LOGPROBS = 256
+"""Encoding those of more tokens takes longer than a hop to a thread and back."""
+
 
 class LogprobsBody(Protocol):
     """Encodes the log-probabilities of one choice, all at once or one chunk after the other."""

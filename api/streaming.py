@@ -1,5 +1,6 @@
 """Server-sent events: deltas as chunks, errors inside a stream, and its end."""
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import aclosing, suppress
@@ -10,12 +11,12 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from prefixkv.api.bodies import Envelope, dump_json, usage_body
+from prefixkv.api.bodies import Envelope, dump_json, dump_long_json, usage_body
 from prefixkv.api.cache_reports import CacheReports
 from prefixkv.api.disconnect import unless_disconnected
 from prefixkv.api.errors import describe
 from prefixkv.api.generation import Deltas, IndexedDelta
-from prefixkv.api.logprobs import LogprobsBody
+from prefixkv.api.logprobs import MANY_LOGPROBS, LogprobsBody
 from prefixkv.outputs import OutputDelta, TokenLogprobs, Usage
 
 DONE = b"data: [DONE]\n\n"
@@ -71,7 +72,10 @@ class Chunks(ABC):
         entries: Sequence[TokenLogprobs] | None = None,
         tail: str = "",
     ) -> bytes:
-        told = "null" if entries is None else dump_json(self._logprobs(index)(entries))
+        told = "null"
+        if entries is not None:
+            dump = dump_json if len(entries) <= MANY_LOGPROBS else dump_long_json
+            told = dump(self._logprobs(index)(entries))
         choice = f'{{"index":{index},{content},"logprobs":{told},"finish_reason":{reasons}}}'
         return f"{self._head}{choice}]{tail}}}\n\n".encode()
 
@@ -167,16 +171,24 @@ async def events(first: IndexedDelta, rest: Deltas, told: Told) -> AsyncGenerato
     """
     async with aclosing(rest):
         try:
-            if event := told.event(*first):
+            if event := await _event(first, told):
                 yield event
             async for item in rest:
-                if event := told.event(*item):
+                may_be_long = item[1].logprobs is not None
+                if event := await _event(item, told) if may_be_long else told.event(*item):
                     yield event
             if event := told.ending():
                 yield event
         except Exception as error:
             yield f"data: {dump_json(describe(error))}\n\n".encode()
         yield DONE
+
+
+async def _event(item: IndexedDelta, told: Told) -> bytes:
+    """Encode what may be a whole prompt once more, with all its log-probabilities."""
+    if len(item[1].logprobs or ()) > MANY_LOGPROBS:
+        return await asyncio.to_thread(told.event, *item)
+    return told.event(*item)
 
 
 class EventStream(Response):

@@ -10,7 +10,6 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -18,6 +17,7 @@ from prefixkv.cache_control import CacheControl
 from prefixkv.engine import Engine
 from prefixkv.engine_stats import ServingStats, read_stats
 from prefixkv.errors import EngineStopped, PrefixKVError, StepFailed
+from prefixkv.inbox import Inbox
 from prefixkv.outputs import OutputDelta
 from prefixkv.request_times import RequestTimes
 from prefixkv.sampling_params import SamplingParams
@@ -27,32 +27,6 @@ logger = logging.getLogger(__name__)
 
 Command = Callable[[], object]
 T = TypeVar("T")
-
-
-class Inbox:
-    """What one stream is told, from the event loop to the one task that waits for it.
-
-    An `asyncio.Queue` does more than that, and costs more for each token.
-    """
-
-    __slots__ = ("_items", "_waiter")
-
-    def __init__(self) -> None:
-        self._items: deque[OutputDelta | Exception] = deque()
-        self._waiter: asyncio.Future[None] | None = None
-
-    def put(self, item: OutputDelta | Exception) -> None:
-        """Add an item, and wake who waits."""
-        self._items.append(item)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def get(self) -> OutputDelta | Exception:
-        """Take the oldest item; wait until there is one."""
-        while not self._items:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        return self._items.popleft()
 
 
 class AsyncEngine:

@@ -1,14 +1,19 @@
 """A bounded memory of blocks that could be found once: digests, and why they no longer can.
 
-Read only to explain a miss; nothing that is reused depends on it.
+Read only to explain a miss; nothing that is reused depends on it. A digest stands for all blocks
+before it, so of the blocks that an eviction takes one in 32 is remembered, and the first one of
+each chain: who resends a long prompt meets one of them. To keep them all would make eviction a
+quarter slower: a digest that is kept is memory that the next one cannot take, still warm.
 """
 
 from collections.abc import Sequence
 from itertools import repeat
 from typing import Final
 
+from prefixkv.block import Block
 from prefixkv.cache_control import MissReason
 
+STRIDE: Final = 32
 FILED_AT: Final = 4096
 
 
@@ -19,22 +24,29 @@ class Forgotten:
     dropped as a whole.
 
     Attributes:
-        evicted: digests of evicted blocks that are not filed yet; filing many at once is cheap.
+        evicted: digests of evicted blocks that are not filed yet, None for tails; filing many at
+            once is cheap.
     """
 
     def __init__(self, capacity: int = 65_536) -> None:
         self.capacity = capacity
-        self.evicted: list[bytes] = []
+        self.evicted: list[bytes | None] = []
         self._recent: dict[bytes, MissReason] = {}
         self._older: dict[bytes, MissReason] = {}
 
     def __len__(self) -> int:
         return len(self._recent) + len(self._older) + len(self.evicted)
 
-    def file_evicted(self) -> None:
-        """File what eviction has left, if it is much."""
+    def note_evicted(self, victims: list[Block]) -> None:
+        """Remember one in 32 of the blocks that are about to be evicted, and the last one.
+
+        They stand chain by chain, each from its end, where a tail may be, which has no digest. Who
+        evicts adds the first of each chain.
+        """
         if len(self.evicted) >= FILED_AT:
             self._file_all()
+        self.evicted += [block.digest for block in victims[1::STRIDE]]
+        self.evicted.append(victims[-1].digest)
 
     def add(self, digests: Sequence[bytes], reason: MissReason) -> None:
         """Remember why these cannot be found any more, the last ones if they are too many."""
@@ -49,7 +61,7 @@ class Forgotten:
 
     def _file_all(self) -> None:
         evicted, self.evicted = self.evicted, []
-        self._file(evicted, "evicted")
+        self._file([digest for digest in evicted if digest], "evicted")
 
     def _file(self, digests: Sequence[bytes], reason: MissReason) -> None:
         half = self.capacity // 2

@@ -5,6 +5,7 @@ Told is the first of these that applies:
     disabled         the cache is
     none             all but the last token was found
     evicted, reset   the whole block that comes next was published once, and was given up so
+                     (see `forgotten.py` for how much of that is remembered)
     weights_changed  so was the prompt's first block, under weights of before
     other_salt       another tenant's chain goes on further (only if asked for)
     differs          what is cached goes on, with other tokens than the prompt
@@ -19,8 +20,9 @@ from dataclasses import replace
 from itertools import islice
 from typing import Final
 
-from prefixkv.block import Block, Root, any_child, longest_common_child
+from prefixkv.block import Block, any_child, longest_common_child
 from prefixkv.cache_control import Miss, MissReason
+from prefixkv.forgotten import STRIDE
 from prefixkv.prefix_cache import PrefixCache
 from prefixkv.sequence import Sequence
 
@@ -33,7 +35,7 @@ def explain(
 ) -> Miss:
     """Say why no more was found of a prompt.
 
-    Costs a digest and two look-ups; with `looks_at_other_salts` up to 64 matches besides.
+    Costs up to 32 digests and look-ups; with `looks_at_other_salts` up to 64 matches besides.
 
     Args:
         sequence: what was found of `tokens`; nothing is written behind it.
@@ -49,7 +51,7 @@ def explain(
         assert parent.parent is not None
         parent = parent.parent
     chunk = tokens[start : start + cache.block_size].tobytes()
-    reason = _why_forgotten(cache, parent, chunk)
+    reason = _why_forgotten(sequence, parent, tokens)
     if reason is not None:
         return Miss(reason, found)
     if looks_at_other_salts and _is_found_elsewhere(sequence, tokens):
@@ -60,20 +62,32 @@ def explain(
     return Miss("differs", found, tuple(array("i", cached)))
 
 
-def _why_forgotten(cache: PrefixCache, parent: Block, chunk: bytes) -> MissReason | None:
-    """Why the block of these tokens cannot be found, if it could once."""
-    if parent.digest is None or len(chunk) < cache.block_size * 4:
-        return None
-    digest = cache.digest(parent.digest + chunk)
-    if digest in cache.pool.index:
-        return None  # it is there, and was of no use; or another is
-    forgotten = cache.pool.forgotten
-    reason = forgotten.reason(digest)
-    if reason is None and isinstance(parent, Root) and parent.key in cache.earlier_roots:
-        earlier = cache.digest(cache.earlier_roots[parent.key] + chunk)
-        if forgotten.reason(earlier) is not None:
+def _why_forgotten(sequence: Sequence, parent: Block, tokens: "array[int]") -> MissReason | None:
+    """Why the block that comes next cannot be found, if it could once."""
+    cache = sequence.cache
+    reason = _reason_after(cache, parent.digest, parent.depth, tokens)
+    if reason is None and parent is sequence.root:
+        earlier = cache.earlier_roots.get(sequence.root.key)
+        if _reason_after(cache, earlier, 0, tokens) is not None:
             return "weights_changed"
     return reason
+
+
+def _reason_after(
+    cache: PrefixCache, digest: bytes | None, depth: int, tokens: "array[int]"
+) -> MissReason | None:
+    """Look for the next blocks behind a chain of `depth` blocks: one of them may be remembered."""
+    size = cache.block_size
+    for start in range(depth * size, min(depth + STRIDE, len(tokens) // size) * size, size):
+        if digest is None:
+            return None
+        digest = cache.digest(digest + tokens[start : start + size].tobytes())
+        if digest in cache.pool.index:
+            return None  # it is there, and was of no use; or another is
+        reason = cache.pool.forgotten.reason(digest)
+        if reason is not None:
+            return reason
+    return None
 
 
 def _is_found_elsewhere(sequence: Sequence, tokens: "array[int]") -> bool:

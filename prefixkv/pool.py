@@ -155,6 +155,7 @@ class BlockPool:
 
     def _evict(self, victims: list[Block], num_leaves: int) -> None:
         self.order.remove_first(num_leaves)
+        self.forgotten.note_evicted(victims)
         index, forget = self.index, self.forgotten.evicted.append
         bereft: list[Block] = []
         above: Block | None = None  # the parent of the last victim, if that was all it had
@@ -165,7 +166,6 @@ class BlockPool:
             digest = block.digest
             if digest is not None:
                 del index[digest]
-                forget(digest)
                 block.digest = None
             if parent.children is block:
                 parent.children = None
@@ -184,11 +184,11 @@ class BlockPool:
             else:
                 parent.refs -= 1
                 above = None
+                forget(digest)
         if above is not None:
             bereft.append(above)
         self.free += victims
         self.num_evicted += len(victims)
-        self.forgotten.file_evicted()
         self._keep_idle(bereft)
 
     def _keep_idle(self, bereft: list[Block]) -> None:

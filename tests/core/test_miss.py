@@ -5,6 +5,7 @@ from array import array
 import pytest
 from fake_executor import IDENTITY, FakeExecutor
 
+from prefixkv.block import Block
 from prefixkv.cache_control import CacheControl, Miss
 from prefixkv.forgotten import Forgotten
 from prefixkv.identity import ModelIdentity
@@ -18,10 +19,15 @@ OTHER_MODEL = ModelIdentity(architecture="other", salt="tenant")
 
 
 def miss(
-    executor: FakeExecutor, prompt: list[int], identity: ModelIdentity = IDENTITY, **asked: bool
+    executor: FakeExecutor,
+    prompt: list[int],
+    identity: ModelIdentity = IDENTITY,
+    *,
+    looks_at_other_salts: bool = False,
 ) -> Miss:
     """Why not all of a prompt was found; the request runs to its end."""
-    request = executor.add(prompt, 2, identity, cache_control=CacheControl(**asked))
+    control = CacheControl(looks_at_other_salts=looks_at_other_salts)
+    request = executor.add(prompt, 2, identity, cache_control=control)
     executor.run()
     assert request.miss is not None
     assert request.miss.num_cached_tokens == request.usage.num_cached_tokens
@@ -88,6 +94,30 @@ def test_an_evicted_block_is_remembered() -> None:
     assert miss(executor, PROMPT) == Miss("none", 10)
 
 
+def test_of_a_long_chain_that_was_evicted_at_once_enough_is_remembered() -> None:
+    """Whatever beginning of it somebody else brings back, a resend says what became of the rest."""
+    prompt = [(i * i + i // 7) % 3 for i in range(60)]
+    for depth in range(15):
+        executor = FakeExecutor(40, 4)
+        miss(executor, prompt)
+        assert executor.cache.pool.reserve(40)
+        assert len(executor.cache.pool.forgotten) < 5
+        told = miss(executor, [*prompt[: depth * 4], 3])
+        assert told.reason == ("evicted" if depth else "none")
+        told = miss(executor, prompt)
+        assert told == Miss("evicted", depth * 4)
+
+
+def test_of_many_short_chains_that_were_evicted_at_once_each_is_remembered() -> None:
+    executor = FakeExecutor(40, 4)
+    prompts = [[first, second, 3, 3, 3, 3, 3, 3, 3] for first in range(3) for second in range(3)]
+    for prompt in prompts:
+        miss(executor, prompt)
+    assert executor.cache.pool.reserve(40)
+    reasons = [miss(executor, prompt).reason for prompt in prompts]
+    assert reasons == ["evicted"] * 9
+
+
 def test_a_reset_and_new_weights_are_remembered() -> None:
     executor = FakeExecutor(40, 4)
     miss(executor, PROMPT)
@@ -147,9 +177,7 @@ def test_the_memory_of_what_was_forgotten_is_bounded_and_the_last_counts() -> No
     assert len(memory) <= 20
     assert memory.reason(digests[0]) is None
     assert memory.reason(digests[99]) == "reset"
-    for digest in digests[95:105]:
-        memory.evicted.append(digest)
-        memory.file_evicted()
+    memory.evicted += digests[95:105]
     assert memory.reason(digests[99]) == "evicted"
     assert memory.reason(digests[104]) == "evicted"
     memory.add(digests[104:105], "weights_changed")
@@ -158,9 +186,10 @@ def test_the_memory_of_what_was_forgotten_is_bounded_and_the_last_counts() -> No
 
 
 def test_evicted_digests_are_filed_before_they_are_many() -> None:
-    memory = Forgotten()
+    memory, block = Forgotten(), Block(1)
     for i in range(10_000):
-        memory.evicted.append(i.to_bytes(4, "big"))
-        memory.file_evicted()
-        assert len(memory.evicted) <= 4096
-    assert len(memory) == 10_000
+        block.digest = i.to_bytes(4, "big")
+        memory.note_evicted([block])
+        assert len(memory.evicted) <= 4097
+    assert len(memory) < 15_000
+    assert memory.reason(bytes(4)) == "evicted"

@@ -3,6 +3,7 @@
 import asyncio
 import random
 import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
@@ -56,6 +57,38 @@ def test_many_requests_at_once_give_the_serial_outputs(model: Any) -> None:
             )
         for prompt, output in zip(prompts, outputs, strict=True):
             assert output == reference_output(model, prompt, 5)
+
+    asyncio.run(main())
+
+
+def test_a_step_is_handed_over_at_once_and_timed(model: Any) -> None:
+    """One call into the loop for all streams; what was timed is there with the last token."""
+
+    async def main() -> None:
+        async with running(model) as engine:
+            handed_over = 0
+            deliver = engine._deliver
+
+            def counted(deltas: list[OutputDelta]) -> None:
+                nonlocal handed_over
+                handed_over += 1
+                deliver(deltas)
+
+            engine._deliver = counted  # type: ignore[method-assign]
+            prompts = [[*PROMPT, i + 3] for i in range(8)]
+            began = time.monotonic()
+            streams = [tokens_of(engine.generate(prompt, greedy(5))) for prompt in prompts]
+            await asyncio.gather(*streams)
+            took = time.monotonic() - began
+            seen = await engine.snapshot()
+        assert handed_over <= seen.engine.num_steps < 8 * 5
+        assert seen.num_finished == {"length": 8}
+        histograms = seen.histograms
+        assert sum(histograms["inter_token_latency_seconds"].counts) == 8 * 4
+        for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds"):
+            assert sum(histograms[name].counts) == 8
+            assert 0 < histograms[name].sum <= 8 * took
+        assert histograms["iteration_tokens_total"].sum == seen.engine.num_computed_tokens
 
     asyncio.run(main())
 
