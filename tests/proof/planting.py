@@ -56,6 +56,9 @@ OF_A_BUG = {  # for bugs that the tests of the core cannot see
     "engine": ENGINE,
     "scoring": ["engine/test_prompt_logprobs.py"],
     "held": ["engine/test_held_branches.py"],
+    "leases": ["core/test_leases.py"],
+    "limits": ["core/test_write_limit.py"],
+    "misses": ["core/test_miss.py"],
 }
 
 TRITON = {  # where each of its modules is tried, interpreted; the quickest first
