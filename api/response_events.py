@@ -10,9 +10,10 @@ from prefixkv.api.errors import answer_to, describe
 from prefixkv.api.generation import Deltas, IndexedDelta
 from prefixkv.api.logprobs import ChatLogprobs
 from prefixkv.api.response_objects import ResponseObject, response_logprobs, text_part
+from prefixkv.cache_control import CacheReport
 from prefixkv.outputs import BranchOutput, OutputDelta, Usage
 
-Finish = Callable[[BranchOutput, Usage], dict[str, Any]]
+Finish = Callable[[BranchOutput, Usage, CacheReport | None], dict[str, Any]]
 """Makes the final object of a response, and keeps what is to be kept of it."""
 
 
@@ -107,6 +108,6 @@ async def response_events(
                 if delta.finish_reason is not None:
                     break
                 _, delta = await anext(rest)
-            yield events.closing(finish(answer.output(), delta.usage))
+            yield events.closing(finish(answer.output(), delta.usage, delta.cache_report))
         except Exception as error:
             yield events.failure(error)

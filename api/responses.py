@@ -10,10 +10,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from prefixkv.api.bodies import dump_json, json_response
+from prefixkv.api.cache_reports import CacheReports
+from prefixkv.api.cache_use import cache_controls, cache_reports
 from prefixkv.api.disconnect import unless_disconnected
 from prefixkv.api.endpoint import read_job
 from prefixkv.api.generation import collect, first_of, generate
 from prefixkv.api.logprobs import ChatLogprobs
+from prefixkv.api.prewarm import prewarmed
+from prefixkv.api.request_headers import priority_of
 from prefixkv.api.request_id import request_id_of
 from prefixkv.api.response_events import ResponseEvents, response_events
 from prefixkv.api.response_items import input_items
@@ -24,6 +28,7 @@ from prefixkv.api.service import Service
 from prefixkv.api.streaming import EventStream
 from prefixkv.api.tenant import Tenant, tenant_of
 from prefixkv.api.told_tokens import told_tokens
+from prefixkv.cache_control import CacheReport
 from prefixkv.errors import InvalidRequest
 from prefixkv.outputs import BranchOutput, Usage
 
@@ -89,15 +94,27 @@ async def _respond(service: Service, http_request: Request, job: ResponseJob) ->
         job.params,
         response_id=response.id,
         salt=job.salt,
-        priority=job.request.priority or 0,
+        priority=priority_of(http_request, job.request),
+        cache_controls=cache_controls(service, http_request, job.request, [job.plan.control]),
     )
+    if job.request.is_prewarm:
+        deltas = prewarmed(deltas)
+    reports = cache_reports(
+        service,
+        http_request,
+        job.request,
+        [job.chat.token_ids],
+        unplaced=job.plan.unplaced,
+        request_id=name,
+    )
+    finish = partial(_finish, service, tenant, job, response, reports)
     if not job.request.stream:
         (completion,) = await unless_disconnected(http_request.receive, collect(deltas, 1))
-        finished = _finish(service, tenant, job, response, completion.outputs[0], completion.usage)
-        return json_response(finished)
+        return json_response(
+            finish(completion.outputs[0], completion.usage, completion.cache_report)
+        )
     first = await unless_disconnected(http_request.receive, first_of(deltas))
     events = ResponseEvents(response, ChatLogprobs(service.engine.tokenizer))
-    finish = partial(_finish, service, tenant, job, response)
     return EventStream(response_events(first, deltas, events, finish))
 
 
@@ -106,8 +123,10 @@ def _finish(
     tenant: Tenant,
     job: ResponseJob,
     response: ResponseObject,
+    reports: CacheReports,
     output: BranchOutput,
     usage: Usage,
+    report: CacheReport | None,
 ) -> dict[str, Any]:
     """Return the final object, and keep the answer's tokens and, unless declined, the response."""
     tokenizer = service.engine.tokenizer
@@ -116,6 +135,7 @@ def _finish(
     if output.logprobs is not None:
         logprobs = response_logprobs(ChatLogprobs(tokenizer)(output.logprobs)["content"])
     body = response.body(status, [response.message(status, output.text, logprobs)], usage)
+    body |= reports.all_members([report])
     stop_included = job.params.include_stop_str_in_output
     told = told_tokens(output, tokenizer, stop_included=stop_included)
     assert told is not None  # other ends are errors

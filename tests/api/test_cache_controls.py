@@ -1,5 +1,6 @@
 """Cache controls as clients spell them: what the engine is asked, and what the answer tells."""
 
+import json
 from typing import Any
 
 import httpx
@@ -394,3 +395,50 @@ def test_other_salts_are_looked_at_where_the_server_allows_it() -> None:
 
     assert looks(True, request) == [CacheControl(looks_at_other_salts=True)]
     assert looks(False, request) == looks(True, silent) == [None]
+
+
+def test_responses_ask_and_tell_the_same(client: httpx.Client, engine: FakeEngine) -> None:
+    """Breakpoints in the input, behind instructions and an earlier turn; whole and streamed."""
+    engine.cache_report = CacheReport(NOTHING, (LeaseOutcome(9, 60.0),))
+    first = client.post("/v1/responses", json={"input": "one", "max_output_tokens": 2}).json()
+    content = [{"type": "input_text", "text": "LONG", **MARK}, {"type": "input_text", "text": "q"}]
+    body = {
+        "input": [{"type": "message", "role": "user", "content": content}],
+        "previous_response_id": first["id"],
+        "prompt_cache_options": {"mode": "explicit", "ttl": "30m"},
+        "prompt_cache_key": "k1",
+        "return_cache_report": True,
+    }
+    told = {
+        "mode": "explicit",
+        "breakpoints": [{"num_tokens": 9, "ttl_s": 60, "status": "granted"}],
+    }
+    whole = client.post("/v1/responses", json=body).json()
+    assert whole["prompt_cache"] == told
+    end = engine.prompts[-1].index("LONGq") + len("LONG")
+    expected = CacheControl(breakpoints=(Breakpoint(end, 1800),), write_limit=end, session="k1")
+    assert asked(engine) == expected
+
+    events = client.post("/v1/responses", json=body | {"stream": True}).text.split("\n\n")
+    ends = ("event: response.completed", "event: response.incomplete")
+    (closing,) = [event for event in events if event.startswith(ends)]
+    response = json.loads(closing.partition("data: ")[2])["response"]
+    assert response["prompt_cache"] == told
+    assert response["cache_report"] == whole["cache_report"]
+    (explained,) = client.get(f"/v1/prefixkv/explain/{response['id']}").json()["prompts"]
+    assert explained == response["cache_report"]
+
+
+def test_prewarming_a_response(client: httpx.Client, engine: FakeEngine) -> None:
+    """Nothing is said; a wrong mark is named by its place in the input."""
+    options = {"prewarm": True, "ttl": "5m"}
+    body = client.post("/v1/responses", json={"input": "one", "prompt_cache_options": options})
+    assert body.json()["output"][0]["content"][0]["text"] == ""
+    assert body.json()["usage"]["output_tokens"] == 0
+    end = body.json()["usage"]["input_tokens"]
+    assert asked(engine) == CacheControl(breakpoints=(Breakpoint(end, 300),))
+
+    content = [{"type": "input_text", "text": "a", "cache_control": 5}]
+    answer = client.post("/v1/responses", json={"input": [{"role": "user", "content": content}]})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "input.0.content.0.cache_control"
