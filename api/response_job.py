@@ -50,6 +50,16 @@ class ResponseJob:
     salt: str | None
     plan: CachePlan
 
+    @property
+    def prompts(self) -> list[list[int]]:
+        """The one prompt."""
+        return [self.chat.token_ids]
+
+    @property
+    def plans(self) -> list[CachePlan]:
+        """What it asks of the cache."""
+        return [self.plan]
+
 
 def response_job(service: Service, raw: bytes, tenant: Tenant) -> ResponseJob:
     """Make a job of a body; takes time proportional to the text.

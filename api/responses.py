@@ -28,9 +28,8 @@ from prefixkv.api.service import Service
 from prefixkv.api.streaming import EventStream
 from prefixkv.api.tenant import Tenant, tenant_of
 from prefixkv.api.told_tokens import told_tokens
-from prefixkv.cache_control import CacheReport
 from prefixkv.errors import InvalidRequest
-from prefixkv.outputs import BranchOutput, Usage
+from prefixkv.outputs import Completion
 
 # ids stand in paths
 _NOT_IN_IDS = re.compile(r"[^A-Za-z0-9._-]")
@@ -81,41 +80,38 @@ def responses_router(service: Service) -> APIRouter:
 
 async def _respond(service: Service, http_request: Request, job: ResponseJob) -> Response:
     """Run `job` and answer it, unless the client leaves before."""
-    request_id = request_id_of(http_request)
-    request_id.adopt(job.request.request_id)
     tenant = tenant_of(http_request)
-    name = _NOT_IN_IDS.sub("_", request_id.value)
-    if service.responses.has(tenant, f"resp_{name}"):
-        name += f"-{uuid.uuid4().hex[:8]}"  # a client may send one id for several requests
+    name = _name(service, http_request, job)
     response = ResponseObject(name, job.model, job.request, job.params)
     deltas = generate(
         service.engine,
-        [job.chat.token_ids],
+        job.prompts,
         job.params,
         response_id=response.id,
         salt=job.salt,
         priority=priority_of(http_request, job.request),
-        cache_controls=cache_controls(service, http_request, job.request, [job.plan.control]),
+        cache_controls=cache_controls(service, http_request, job),
     )
     if job.request.is_prewarm:
         deltas = prewarmed(deltas)
-    reports = cache_reports(
-        service,
-        http_request,
-        job.request,
-        [job.chat.token_ids],
-        unplaced=job.plan.unplaced,
-        request_id=name,
-    )
+    reports = cache_reports(service, http_request, job, name)
     finish = partial(_finish, service, tenant, job, response, reports)
     if not job.request.stream:
         (completion,) = await unless_disconnected(http_request.receive, collect(deltas, 1))
-        return json_response(
-            finish(completion.outputs[0], completion.usage, completion.cache_report)
-        )
+        return json_response(finish(completion))
     first = await unless_disconnected(http_request.receive, first_of(deltas))
     events = ResponseEvents(response, ChatLogprobs(service.engine.tokenizer))
     return EventStream(response_events(first, deltas, events, finish))
+
+
+def _name(service: Service, http_request: Request, job: ResponseJob) -> str:
+    """Return what the id of the response ends with: the request's, unless it was used before."""
+    request_id = request_id_of(http_request)
+    request_id.adopt(job.request.request_id)
+    name = _NOT_IN_IDS.sub("_", request_id.value)
+    if service.responses.has(tenant_of(http_request), f"resp_{name}"):
+        name += f"-{uuid.uuid4().hex[:8]}"  # a client may send one id for several requests
+    return name
 
 
 def _finish(
@@ -124,18 +120,18 @@ def _finish(
     job: ResponseJob,
     response: ResponseObject,
     reports: CacheReports,
-    output: BranchOutput,
-    usage: Usage,
-    report: CacheReport | None,
+    completion: Completion,
 ) -> dict[str, Any]:
     """Return the final object, and keep the answer's tokens and, unless declined, the response."""
     tokenizer = service.engine.tokenizer
+    output = completion.outputs[0]
     status: Status = "incomplete" if output.finish_reason == "length" else "completed"
     logprobs = None
     if output.logprobs is not None:
         logprobs = response_logprobs(ChatLogprobs(tokenizer)(output.logprobs)["content"])
-    body = response.body(status, [response.message(status, output.text, logprobs)], usage)
-    body |= reports.all_members([report])
+    message = response.message(status, output.text, logprobs)
+    body = response.body(status, [message], completion.usage)
+    body |= reports.all_members([completion.cache_report])
     stop_included = job.params.include_stop_str_in_output
     told = told_tokens(output, tokenizer, stop_included=stop_included)
     assert told is not None  # other ends are errors

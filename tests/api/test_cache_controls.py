@@ -7,7 +7,9 @@ import httpx
 import pytest
 from starlette.requests import Request
 
+from prefixkv.api.cache_plan import CachePlan
 from prefixkv.api.cache_use import cache_controls
+from prefixkv.api.endpoint import Job
 from prefixkv.api.schemas import GenerationRequest, parse_request
 from prefixkv.api.service import Service
 from prefixkv.cache_control import (
@@ -17,6 +19,7 @@ from prefixkv.cache_control import (
     LeaseOutcome,
     Miss,
 )
+from prefixkv.sampling_params import SamplingParams
 from tests.api.fake_engine import FakeEngine
 from tests.api.sse import read_events
 
@@ -391,7 +394,8 @@ def test_other_salts_are_looked_at_where_the_server_allows_it() -> None:
             max_body_bytes=1,
             tells_other_salts=allowed,
         )
-        return cache_controls(service, http_request, request, [None])
+        job = Job([[1]], SamplingParams(), request, "m", [CachePlan()])
+        return cache_controls(service, http_request, job)
 
     assert looks(True, request) == [CacheControl(looks_at_other_salts=True)]
     assert looks(False, request) == looks(True, silent) == [None]
