@@ -18,10 +18,15 @@ OTHER_MODEL = ModelIdentity(architecture="other", salt="tenant")
 
 
 def miss(
-    executor: FakeExecutor, prompt: list[int], identity: ModelIdentity = IDENTITY, **asked: bool
+    executor: FakeExecutor,
+    prompt: list[int],
+    identity: ModelIdentity = IDENTITY,
+    *,
+    looks_at_other_salts: bool = False,
 ) -> Miss:
     """Why not all of a prompt was found; the request runs to its end."""
-    request = executor.add(prompt, 2, identity, cache_control=CacheControl(**asked))
+    control = CacheControl(looks_at_other_salts=looks_at_other_salts)
+    request = executor.add(prompt, 2, identity, cache_control=control)
     executor.run()
     assert request.miss is not None
     assert request.miss.num_cached_tokens == request.usage.num_cached_tokens

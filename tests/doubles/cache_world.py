@@ -152,8 +152,8 @@ class World:
         collisions, deduplicated = stats.num_collisions, stats.num_deduplicated
         sequence.commit()
         num_findable = min(sequence.num_tokens, sequence.write_limit)
-        root, tokens = content_identity(sequence.root), stream.tokens[:num_findable]
-        self.may_be_found |= {(root, tuple(tokens[: i + 1])) for i in range(num_findable)}
+        identity, tokens = content_identity(sequence.root), stream.tokens[:num_findable]
+        self.may_be_found |= {(identity, tuple(tokens[: i + 1])) for i in range(num_findable)}
         filled = chain_of(sequence.last_block)[before : num_findable // block_size]
         refused = [b for b in filled if b.state == PRIVATE and b.parent and b.parent.state == FULL]
         assert stats.num_collisions - collisions == len(refused)
@@ -290,9 +290,9 @@ class World:
         owned = [*(s.sequence for s in self.streams), *self.leases.sequences()]
         assert Counter(owned) == Counter(cache.sequences)
         for lease in self.leases:
-            identity, tokens = self.leased[lease]
+            tenant, tokens = self.leased[lease]
             assert lease.sequence.num_tokens == len(tokens)
-            assert self.longest_published(identity, [*tokens, 0]) == len(tokens), "a lease is lost"
+            assert self.longest_published(tenant, [*tokens, 0]) == len(tokens), "a lease is lost"
         assert cache.pool.num_reclaimable() == self.num_available() - len(cache.pool.free)
         kv = FakeKV(dict(self.kv.slots))
         kv.copy(cache.pending_copies)  # what will run before anything is read
