@@ -100,6 +100,10 @@ class ServingEngine(Protocol):
         """
         ...
 
+    async def reset_prefix_cache(self) -> None:
+        """Forget all that is cached or held; running requests go on."""
+        ...
+
     async def start(self) -> None:
         """Begin to accept requests."""
         ...

@@ -168,6 +168,10 @@ class AsyncEngine:
         finally:
             self._pending.discard(future)
 
+    async def reset_prefix_cache(self) -> None:
+        """Forget all that is cached or held; running requests go on."""
+        await self.run(self.engine.reset_prefix_cache)
+
     async def stats(self) -> dict[str, int | float]:
         """The engine's counts for monitoring."""
         return await self.run(self.engine.stats)

@@ -144,6 +144,7 @@ class FakeEngine:
         self.cache_report: CacheReport | None = None
         self.calls: list[dict[str, Any]] = []
         self.num_aborts = 0
+        self.num_resets = 0
         self.num_active = 0
 
     @property
@@ -158,6 +159,11 @@ class FakeEngine:
     async def stop(self) -> None:
         """Refuse what comes, and end what runs at its next step."""
         self.is_running = False
+
+    async def reset_prefix_cache(self) -> None:
+        """Count how often it was asked to forget."""
+        self._require_running()
+        self.num_resets += 1
 
     async def generate(
         self,
