@@ -14,6 +14,7 @@ from prefixkv.api.cache_reports import CacheReports
 from prefixkv.api.cache_use import cache_controls, cache_reports
 from prefixkv.api.disconnect import unless_disconnected
 from prefixkv.api.endpoint import read_job
+from prefixkv.api.errors import UnsupportedField
 from prefixkv.api.generation import collect, first_of, generate
 from prefixkv.api.logprobs import ChatLogprobs
 from prefixkv.api.prewarm import prewarmed
@@ -54,6 +55,8 @@ def responses_router(service: Service) -> APIRouter:
     @router.get("/v1/responses/{response_id}", response_model=None)
     async def retrieve_response(request: Request, response_id: str) -> Response:
         """Return a stored response."""
+        if request.query_params.get("stream") == "true":
+            raise UnsupportedField("stream is true; an ended response has no events.", "stream")
         stored = service.responses.get(tenant_of(request), response_id)
         return Response(stored.body, media_type="application/json")
 

@@ -278,6 +278,7 @@ def test_previous_responses_are_gone_on_from(client: httpx.Client, engine: FakeE
         f"{beginning}two\n<assistant>abc\n<user>x\n<assistant>abc\n<user>y\n<assistant>",
     ]
     stored = client.get(f"{URL}/{first['id']}")
+    assert client.get(f"{URL}/{first['id']}?stream=true").status_code == 400
     assert (stored.json(), stored.headers["content-type"]) == (first, "application/json")
 
 

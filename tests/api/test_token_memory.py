@@ -37,6 +37,7 @@ def make_tokenizer(content: str = "m.content", *, prepends: bool = False) -> Tok
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     letters = "abcdefgh"
     merges = [(a, b) for a in letters for b in letters]
+    merges.append(("©", "x"))  # the second byte of é, and a letter
     tokens = [END, *alphabet, *(a + b for a, b in merges)]
     model = models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges)
     backend = Backend(model)
@@ -245,6 +246,7 @@ def test_memory_is_bounded_and_can_be_off() -> None:
         (["ab"], {"text": "", "stop_reason": "a"}, ([], "", "")),
         # half a character before the stop string counts only with its other half
         ([b"\xc3", b"\xa9", "x"], {"text": "é", "stop_reason": "x"}, ([b"\xc3", b"\xa9"], "é", "")),
+        ([b"\xc3", b"\xa9x"], {"text": "é", "stop_reason": "x"}, ([], "", "é")),
         ([b"\xc3", "x"], {"text": "\ufffd", "stop_reason": "x"}, ([], "", "\ufffd")),
         # told with what stopped it: all of a string, none of an end token
         ("abxy", {"text": "abxy", "stop_reason": "xy", "included": True}, ("abxy", "abxy", "")),

@@ -165,22 +165,37 @@ def test_each_of_several_answers_can_be_gone_on_from(
         assert engine.prompts[-1][: len(whole)] == whole
 
 
+@pytest.mark.parametrize("path", [CHATS, RESPONSES])
 def test_what_a_stop_string_cut_off_is_not_remembered(
-    client: httpx.Client, engine: RecordingEngine, said: dict[str, Any]
+    client: httpx.Client, engine: RecordingEngine, said: dict[str, Any], path: str
 ) -> None:
     """The prompt of the next turn says what was told, with the tokens that said it."""
-    letters = {**said, "allowed_token_ids": said["allowed_token_ids"][:-1], "max_tokens": 40}
+    said.update(allowed_token_ids=said["allowed_token_ids"][:-1], max_tokens=40)
+    c = engine.tokenizer.encode("c")
     halves = 0
-    for seed in range(6):
-        (text,), _ = chat(client, messages=[USER], stop=["b"], seed=seed, **letters)
-        answer = engine.answers[-1][0]
+    for seed in range(5):
+        stop: dict[str, Any] = {"stop": ["b"]}
+        if not seed:
+            stop = {"stop_token_ids": c, "include_stop_str_in_output": True}
+            stop["logit_bias"] = {c[0]: 5}
+        fields = {"seed": seed, **stop, **said}
+        if path == CHATS:
+            (text,), _ = chat(client, messages=[USER], **fields)
+            history = [USER, {"role": "assistant", "content": text}, USER]
+            chat(client, messages=history, max_tokens=1)
+        else:
+            first = respond(client, input="hi", **fields)
+            text = output_text(first)
+            respond(client, input="hi", previous_response_id=first["id"], max_tokens=1)
+        assert text.endswith("c") or seed
+        assert "b" not in text or not seed
+        answer = engine.answers[-2][0]
         beginnings = [engine.tokenizer.decode(answer[:k]) for k in range(len(answer) + 1)]
         num_told = max(k for k, said_by_k in enumerate(beginnings) if text.startswith(said_by_k))
-        chat(client, messages=[USER, {"role": "assistant", "content": text}, USER], max_tokens=1)
-        prompt, first = engine.prompts[-1], engine.prompts[-2]
-        assert prompt[: len(first) + num_told] == first + answer[:num_told]
+        whole = engine.prompts[-2] + answer[:num_told]
+        assert engine.prompts[-1][: len(whole)] == whole
         halves += beginnings[num_told] != text
-        spelled = engine.tokenizer.decode(prompt, skip_special_tokens=False)
+        spelled = engine.tokenizer.decode(engine.prompts[-1], skip_special_tokens=False)
         assert f"<|im_start|>assistant\n{text}<|im_end|>" in spelled
     assert halves  # a stop string was found inside a token
 
