@@ -81,7 +81,8 @@ def collect_keys(
         max_requests: that each key may run or wait at once, where the file does not say else.
 
     Raises:
-        ConfigError: two keys are the same or have one name, or one cannot be a key.
+        ConfigError: two keys are the same or have one name, or one cannot be a key, or a limit has
+            nothing to limit.
     """
     known = [
         make_key(f"key-{number}", key_digest(key), max_requests=max_requests)
@@ -89,6 +90,8 @@ def collect_keys(
     ]
     if file is not None:
         known += read_key_file(file, max_requests=max_requests)
+    if max_requests is not None and not known:
+        raise ConfigError(f"a limit of {max_requests} requests per key needs API keys")
     if admin_key is not None:
         known.append(make_key(ADMIN_NAME, key_digest(admin_key), is_admin=True))
     return ApiKeys(known)

@@ -23,7 +23,7 @@ class TextFormatter(logging.Formatter):
         """Return the line without a traceback."""
         fields = {"request_id": current_request_id(), **getattr(record, "fields", {})}
         told = [f" {name}={value}" for name, value in fields.items() if value is not None]
-        return super().formatMessage(record) + "".join(told)
+        return super().formatMessage(record).rstrip() + "".join(told)
 
 
 class JsonFormatter(logging.Formatter):
@@ -35,7 +35,7 @@ class JsonFormatter(logging.Formatter):
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": record.getMessage().strip(),
         }
         if (request_id := current_request_id()) is not None:
             line["request_id"] = request_id

@@ -89,3 +89,9 @@ def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
     """In the usual words."""
     with pytest.raises(ConfigError, match="No such file or directory"):
         read_key_file(tmp_path / "keys.toml")
+
+
+def test_a_limit_of_no_key_is_refused() -> None:
+    """It would be ignored, and the server open to all."""
+    with pytest.raises(ConfigError, match="5 requests per key needs API keys"):
+        collect_keys((), None, "root", 5)

@@ -138,7 +138,7 @@ def test_a_line_of_json_is_one_line() -> None:
 
 def test_a_line_of_text_shows_the_fields() -> None:
     """Behind the message, without those that have no value."""
-    text = TextFormatter().format(record_of("m", fields={"status": 200, "none": None}))
+    text = TextFormatter().format(record_of("m\n", fields={"status": 200, "none": None}))
 
     assert text.endswith(" ERROR x: m status=200")
 
