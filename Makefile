@@ -104,4 +104,6 @@ bench: install
 clean:
 	rm -rf .venv $(TRITON36) build dist *.egg-info .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
 
+include clients.mk
+
 .PHONY: help install serve test beams kernels-check kernels-check-triton36 check coverage mutation bench clean

@@ -22,7 +22,10 @@ from prefixkv.api.errors import UnexpectedErrors, handle_error, handle_http_exce
 from prefixkv.api.explain import explain_router
 from prefixkv.api.health import health_router
 from prefixkv.api.key_limits import KeyLimits
+from prefixkv.api.metrics import metrics_router
 from prefixkv.api.models import models_router
+from prefixkv.api.openapi import describe_api
+from prefixkv.api.refusals import CountedRefusals, Refusals
 from prefixkv.api.request_id import RequestIds
 from prefixkv.api.responses import responses_router
 from prefixkv.api.server_options import MAX_BODY_BYTES
@@ -90,13 +93,17 @@ def create_app(
     app.include_router(health_router(service))
     app.include_router(explain_router(service))
     app.include_router(cache_admin_router(service, keys))
+    refusals = Refusals()
+    app.include_router(metrics_router(service, refusals))
+    describe_api(app)
     for kind in (PrefixKVError, ClientDisconnect):
-        app.add_exception_handler(kind, handle_error)
+        app.add_exception_handler(kind, refusals.counting(handle_error))
     app.add_exception_handler(HTTPException, handle_http_exception)
     # the first one added is the innermost
     app.add_middleware(KeyLimits)
     app.add_middleware(DrainGate, drain=service.drain)
     app.add_middleware(Authentication, keys=keys)
+    app.add_middleware(CountedRefusals, refusals=refusals)
     app.add_middleware(UnexpectedErrors)
     if allowed_origins:
         app.add_middleware(CORSMiddleware, **_cors(allowed_origins))

@@ -41,11 +41,11 @@ def _listed(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-Int = Annotated[int, BeforeValidator(_whole), Field(ge=-MAX_INT, le=MAX_INT)]
-TokenBudget = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=MAX_INT)]
-NumChoices = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=MAX_CHOICES)]
+Int = Annotated[int, Field(ge=-MAX_INT, le=MAX_INT), BeforeValidator(_whole)]
+TokenBudget = Annotated[int, Field(ge=1, le=MAX_INT), BeforeValidator(_whole)]
+NumChoices = Annotated[int, Field(ge=1, le=MAX_CHOICES), BeforeValidator(_whole)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
-NumLogprobs = Annotated[int, BeforeValidator(_whole), Field(ge=0, le=MAX_LOGPROBS)]
+NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS), BeforeValidator(_whole)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 LogitBias = Annotated[dict[int, Bias], BeforeValidator(_by_id)]
 Strings = Annotated[list[str], BeforeValidator(_listed)]
@@ -145,7 +145,7 @@ class CompletionRequest(GenerationRequest):
 
     prompt: Any = None
     add_special_tokens: bool | None = None
-    max_tokens: Annotated[int, BeforeValidator(_whole), Field(ge=0, le=MAX_INT)] | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_INT), BeforeValidator(_whole)] | None = None
     logprobs: Annotated[NumLogprobs | None, BeforeValidator(_unless_false)] = None
     echo: bool | None = None
 

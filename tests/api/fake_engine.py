@@ -10,6 +10,7 @@ from typing import Any
 
 from prefixkv.admission import refuse_beside_beams
 from prefixkv.cache_control import CacheControl, CacheReport
+from prefixkv.engine_stats import EngineStats, ServingStats
 from prefixkv.errors import ContextLengthExceeded, EngineStopped, InvalidRequest
 from prefixkv.outputs import (
     BranchOutput,
@@ -19,6 +20,7 @@ from prefixkv.outputs import (
     TokenLogprobs,
     Usage,
 )
+from prefixkv.request_times import RequestTimes
 from prefixkv.sampling_params import SamplingParams
 
 ALPHABET = string.ascii_lowercase
@@ -42,7 +44,7 @@ class ByteTokenizer:
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of bytes."""
-        return bytes(token_ids).decode("utf-8", "replace")
+        return bytes(token_id % 256 for token_id in token_ids).decode("utf-8", "replace")
 
     def token_strings(self, token_ids: Sequence[int]) -> list[str]:
         """Return hexadecimal numbers."""
@@ -159,6 +161,12 @@ class FakeEngine:
     async def stop(self) -> None:
         """Refuse what comes, and end what runs at its next step."""
         self.is_running = False
+
+    async def snapshot(self) -> ServingStats:
+        """Return nothing but zeros."""
+        self._require_running()
+        histograms = RequestTimes(self.max_model_len).copy()
+        return ServingStats(engine=EngineStats(), histograms=histograms, num_finished={}, config={})
 
     async def reset_prefix_cache(self) -> None:
         """Count how often it was asked to forget."""

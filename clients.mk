@@ -1,0 +1,24 @@
+# Clients of which each needs packages that no other one can live with: a virtual environment each.
+
+CLIENTS := openai_agents llama_index smolagents litellm dspy
+openai_agents_NEEDS := openai-agents==0.24.0
+llama_index_NEEDS := llama-index-llms-openai-like==0.8.1
+smolagents_NEEDS := smolagents[openai]==1.26.0
+litellm_NEEDS := litellm==1.110.2
+dspy_NEEDS := dspy==3.4.1
+lm_eval_NEEDS := lm-eval[api]==0.4.13
+
+# The stamp comes last; an interrupted install starts anew.
+.venv-clients/%/installed: clients.mk
+	rm -rf $(@D)
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check '$($*_NEEDS)'
+	@touch $@
+
+clients: install $(CLIENTS:%=.venv-clients/%/installed)
+	$(BIN)/python -P -m tests.clients.run_all .venv-clients $(CLIENTS)
+
+lm-eval: install .venv-clients/lm_eval/installed
+	$(BIN)/python -P -m tests.clients.lm_eval.compare .venv-clients/lm_eval
+
+.PHONY: clients lm-eval
