@@ -38,11 +38,14 @@ class Mark:
     ttl_s: float | None
 
 
-def take_marks(messages: Any) -> list[Mark]:
+def take_marks(messages: Any, param: str = "messages") -> list[Mark]:
     """Take the breakpoints out of messages as a client sent them, which are changed in place.
 
     What is left renders, and is remembered, as if it had never been marked. What is no message is
     left to those who judge messages.
+
+    Args:
+        param: the field that the client sent them in.
 
     Raises:
         InvalidRequest: a breakpoint is not an object, or a field of it is wrong.
@@ -54,14 +57,14 @@ def take_marks(messages: Any) -> list[Mark]:
         content = message.get("content")
         for j, part in enumerate(content if isinstance(content, list) else ()):
             if isinstance(part, dict):
-                marks += _taken(part, i, j)
-        marks += _taken(message, i, None)
+                marks += _taken(part, i, j, param)
+        marks += _taken(message, i, None, param)
     return marks[-MAX_MARKS:]
 
 
-def _taken(owner: dict[str, Any], message: int, part: int | None) -> list[Mark]:
+def _taken(owner: dict[str, Any], message: int, part: int | None, param: str) -> list[Mark]:
     values = {name: owner.pop(name, None) for name in _NAMES}
-    where = f"messages.{message}" + ("" if part is None else f".content.{part}")
+    where = f"{param}.{message}" + ("" if part is None else f".content.{part}")
     marks = [
         Mark(message, part, _parsed(value, f"{where}.{name}").ttl)
         for name, value in values.items()

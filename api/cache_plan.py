@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from prefixkv.api.breakpoints import Mark
 from prefixkv.api.cache_fields import CacheFields
+from prefixkv.api.schemas import GenerationRequest
 from prefixkv.cache_control import Breakpoint, CacheControl, LeaseOutcome
 
 NOT_IN_THE_PROMPT = "its place is not to be found in the rendered prompt"
@@ -21,6 +23,25 @@ class CachePlan:
 
     control: CacheControl | None = None
     unplaced: tuple[LeaseOutcome, ...] = ()
+
+
+class CachingJob(Protocol):
+    """A request that was checked and tokenised, with one plan for each prompt."""
+
+    @property
+    def request(self) -> GenerationRequest:
+        """What was asked for."""
+        ...
+
+    @property
+    def prompts(self) -> Sequence[Sequence[int]]:
+        """Token ids."""
+        ...
+
+    @property
+    def plans(self) -> Sequence[CachePlan]:
+        """What is asked of the cache."""
+        ...
 
 
 def cache_plan(

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from prefixkv.api.cache_fields import CacheFields
+from prefixkv.api.cache_plan import CachingJob
 from prefixkv.api.engine_interface import Tokenizer
 from prefixkv.api.explanations import Explanation, explanation
 from prefixkv.cache_control import CacheReport, LeaseOutcome
@@ -13,45 +13,41 @@ class CacheReports:
     """Makes the members of a body that tell of the cache.
 
     Args:
-        unplaced: breakpoints that the engine was not asked for.
         tells_cached: whether the client may see tokens of the cache that are not its prompt's.
         keep: is given the explanation of each prompt.
     """
 
     def __init__(
         self,
-        fields: CacheFields,
-        prompts: Sequence[Sequence[int]],
+        job: CachingJob,
         tokenizer: Tokenizer,
         *,
-        unplaced: Sequence[LeaseOutcome],
         tells_cached: bool,
         keep: Callable[[int, Explanation], None],
     ) -> None:
-        self._fields = fields
-        self._prompts = prompts
+        self._job = job
         self._tokenizer = tokenizer
-        self._unplaced = unplaced
         self._tells_cached = tells_cached
         self._keep = keep
 
     def members(self, prompt: int, report: CacheReport) -> dict[str, Any]:
         """Return what is told of prompt number `prompt`, perhaps nothing; keep its explanation."""
-        told = explanation(report.miss, self._prompts[prompt], tells_cached=self._tells_cached)
+        job, fields = self._job, self._job.request
+        told = explanation(report.miss, job.prompts[prompt], tells_cached=self._tells_cached)
         self._keep(prompt, told)
         members: dict[str, Any] = {}
-        outcomes = [*self._unplaced, *report.leases]
-        if outcomes or self._fields.cache_mode == "explicit":
+        outcomes = [*job.plans[prompt].unplaced, *report.leases]
+        if outcomes or fields.cache_mode == "explicit":
             breakpoints = [_outcome_body(outcome) for outcome in outcomes]
-            members["prompt_cache"] = {"mode": self._fields.cache_mode, "breakpoints": breakpoints}
-        if self._fields.return_cache_report:
+            members["prompt_cache"] = {"mode": fields.cache_mode, "breakpoints": breakpoints}
+        if fields.return_cache_report:
             members["cache_report"] = told.body(self._tokenizer)
         return members
 
     def all_members(self, reports: Sequence[CacheReport | None]) -> dict[str, Any]:
         """Return what is told of all prompts: of several, a list for each member."""
         told = [self.members(i, report) for i, report in enumerate(reports) if report is not None]
-        if len(self._prompts) == 1:
+        if len(self._job.prompts) == 1:
             return told[0] if told else {}
         names = dict.fromkeys(name for members in told for name in members)
         return {name: [members.get(name) for members in told] for name in names}

@@ -77,15 +77,7 @@ def chat_job(service: Service, raw: bytes, tenant: Tenant) -> Job:
     require_tokens(chat.token_ids)
     note = partial(remember_answer, service, chat, params)
     plan = _cache_plan(request, marks, chat.token_ids, tokenizer)
-    return Job(
-        [chat.token_ids],
-        params,
-        request,
-        model,
-        cache_controls=[plan.control],
-        unplaced=plan.unplaced,
-        note=note,
-    )
+    return Job([chat.token_ids], params, request, model, [plan], note=note)
 
 
 def _cache_plan(

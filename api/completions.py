@@ -52,10 +52,9 @@ def completion_job(service: Service, raw: bytes) -> Job:
         vocab_size=service.engine.vocab_size,
         add_special_tokens=request.add_special_tokens is not False,
     )
-    controls = [cache_plan(request, len(prompt)).control for prompt in prompts]
+    plans = [cache_plan(request, len(prompt)) for prompt in prompts]
     if request.is_prewarm:
-        params = prewarm_params(params)
-        return Job(prompts, params, request, model, cache_controls=controls)
+        return Job(prompts, prewarm_params(params), request, model, plans)
     echoes: list[Echo] = []
     if request.echo:
         given = as_list(request.prompt)
@@ -63,4 +62,4 @@ def completion_job(service: Service, raw: bytes) -> Job:
             make_echo(prompt, ids, service.engine.tokenizer)
             for prompt, ids in zip(given, prompts, strict=True)
         ]
-    return Job(prompts, params, request, model, echoes, request.is_only_echo, controls)
+    return Job(prompts, params, request, model, plans, echoes, request.is_only_echo)

@@ -12,6 +12,7 @@ from prefixkv.api.access_log import USAGES_KEY
 from prefixkv.api.answers import noted
 from prefixkv.api.bodies import Envelope, json_response, long_json_response
 from prefixkv.api.body import read_body
+from prefixkv.api.cache_plan import CachePlan
 from prefixkv.api.cache_use import cache_controls, cache_reports
 from prefixkv.api.disconnect import unless_disconnected
 from prefixkv.api.echo import Echo, echoed
@@ -25,7 +26,6 @@ from prefixkv.api.schemas import GenerationRequest
 from prefixkv.api.service import Service
 from prefixkv.api.streaming import Chunks, EventStream, Told, events
 from prefixkv.api.tenant import tenant_of
-from prefixkv.cache_control import CacheControl, LeaseOutcome
 from prefixkv.outputs import BranchOutput, Completion
 from prefixkv.sampling_params import SamplingParams
 
@@ -85,10 +85,9 @@ class Job:
     params: SamplingParams
     request: GenerationRequest
     model: str
+    plans: Sequence[CachePlan]
     echoes: Sequence[Echo] = ()
     is_only_echo: bool = False
-    cache_controls: Sequence[CacheControl | None] = ()
-    unplaced: Sequence[LeaseOutcome] = ()
     note: Callable[[BranchOutput], object] | None = None
     """Called with each whole answer, before the client sees its end."""
 
@@ -128,14 +127,7 @@ async def answer(service: Service, http_request: Request, job: Job, shape: Shape
         return shape.logprobs(service.engine.tokenizer, echo)
 
     deltas = _deltas(service, http_request, job, envelope.id)
-    reports = cache_reports(
-        service,
-        http_request,
-        job.request,
-        job.prompts,
-        unplaced=job.unplaced,
-        request_id=request_id.value,
-    )
+    reports = cache_reports(service, http_request, job, request_id.value)
     if not job.request.stream:
         work = collect(deltas, len(job.prompts), job.params.n)
         completions = await unless_disconnected(http_request.receive, work)
@@ -165,7 +157,6 @@ async def answer(service: Service, http_request: Request, job: Job, shape: Shape
 def _deltas(service: Service, http_request: Request, job: Job, response_id: str) -> Deltas:
     """Return what the engine will say to `job`, echoes included; nothing is noted of a prewarming,
     which is no answer."""
-    planned = job.cache_controls or [None] * len(job.prompts)
     deltas = generate(
         service.engine,
         job.prompts,
@@ -173,7 +164,7 @@ def _deltas(service: Service, http_request: Request, job: Job, response_id: str)
         response_id=response_id,
         salt=tenant_of(http_request).salt_for(job.request.cache_salt),
         priority=priority_of(http_request, job.request),
-        cache_controls=cache_controls(service, http_request, job.request, planned),
+        cache_controls=cache_controls(service, http_request, job),
     )
     if job.request.is_prewarm:
         return prewarmed(deltas)

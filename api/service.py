@@ -41,7 +41,8 @@ _AS_TUPLES = ("allowed_token_ids", "bad_words", "stop", "stop_token_ids")
 class Service:
     """One engine under one or more model names; the first name is the one in answers.
 
-    `tells_other_salts`: a miss may be explained by what is cached under another salt.
+    `tells_other_salts`: a miss may be explained by there being something under another salt.
+    `shows_shared_text`: and by text that others without a salt have sent.
     """
 
     engine: ServingEngine
@@ -51,6 +52,7 @@ class Service:
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
     explanations: Explanations = field(default_factory=Explanations)
     tells_other_salts: bool = False
+    shows_shared_text: bool = True
     token_memory: TokenMemory = field(default_factory=TokenMemory)
     responses: ResponseStore = field(default_factory=ResponseStore)
     created: int = field(default_factory=lambda: int(time.time()))

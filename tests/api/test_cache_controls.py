@@ -1,4 +1,4 @@
-"""Cache controls as clients spell them: what the engine is asked, and what the answer tells."""
+"""Cache controls as clients spell them: what the engine is asked."""
 
 from typing import Any
 
@@ -6,51 +6,22 @@ import httpx
 import pytest
 from starlette.requests import Request
 
+from prefixkv.api.cache_plan import CachePlan
 from prefixkv.api.cache_use import cache_controls
+from prefixkv.api.endpoint import Job
 from prefixkv.api.schemas import GenerationRequest, parse_request
 from prefixkv.api.service import Service
 from prefixkv.cache_control import (
     Breakpoint,
     CacheControl,
     CacheReport,
-    LeaseOutcome,
     Miss,
 )
+from prefixkv.sampling_params import SamplingParams
+from tests.api.cache_requests import BOTH, CHATS, COMPLETIONS, HEAD, MARK, asked, marked, part, post
 from tests.api.fake_engine import FakeEngine
-from tests.api.sse import read_events
 
-COMPLETIONS = "/v1/completions"
-CHATS = "/v1/chat/completions"
-BOTH: dict[str, Any] = {
-    "prompt": "one two", "messages": [{"role": "user", "content": "one two"}], "max_tokens": 3,
-}  # fmt: skip
-MARK = {"prompt_cache_breakpoint": {"mode": "explicit"}}
-HEAD = len("<user>")
 NOTHING = Miss("never_computed", 0)
-
-
-def part(text: str, **more: Any) -> dict[str, Any]:
-    """A text part of a message."""
-    return {"type": "text", "text": text, **more}
-
-
-def asked(engine: FakeEngine) -> CacheControl | None:
-    """Return what the engine was asked of its cache last."""
-    control: CacheControl | None = engine.calls[-1]["cache_control"]
-    return control
-
-
-def post(client: httpx.Client, url: str, **fields: Any) -> dict[str, Any]:
-    """Send a request and return its body."""
-    response = client.post(url, json=BOTH | fields)
-    assert response.status_code == 200, response.text
-    body: dict[str, Any] = response.json()
-    return body
-
-
-def marked(client: httpx.Client, *parts: dict[str, Any], **fields: Any) -> dict[str, Any]:
-    """Send a chat of one message with `parts`."""
-    return post(client, CHATS, messages=[{"role": "user", "content": list(parts)}], **fields)
 
 
 NULLS: dict[str, Any] = dict.fromkeys(
@@ -255,119 +226,12 @@ def test_wrong_types_are_named(client: httpx.Client, engine: FakeEngine) -> None
     assert engine.calls == []
 
 
-def test_what_was_applied_is_told(client: httpx.Client, engine: FakeEngine) -> None:
-    """Whole and streamed, once."""
-    leases = (LeaseOutcome(HEAD + 1, 60.0), LeaseOutcome(HEAD + 2, 60.0, "more than 4"))
-    engine.cache_report = CacheReport(NOTHING, leases)
-    messages = [{"role": "user", "content": [part("a", **MARK), part("b", **MARK)]}]
-    expected = {
-        "mode": "implicit",
-        "breakpoints": [
-            {"num_tokens": HEAD + 1, "ttl_s": 60, "status": "granted"},
-            {"num_tokens": HEAD + 2, "ttl_s": 60, "status": "refused", "reason": "more than 4"},
-        ],
-    }
-    assert post(client, CHATS, messages=messages)["prompt_cache"] == expected
-
-    for options in ({}, {"stream_options": {"include_usage": True}}):
-        body = BOTH | {"messages": messages, "stream": True} | options
-        chunks = read_events(client.post(CHATS, json=body))
-        told = [chunk for chunk in chunks if "prompt_cache" in chunk]
-        assert [chunk["prompt_cache"] for chunk in told] == [expected]
-        assert told[0]["choices"][0]["finish_reason"] == "length"
-        assert [c for c in chunks if "cache_report" in c] == []
-
-
-def test_a_mark_that_the_template_leaves_no_place_is_told(
-    client: httpx.Client, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And is no error; in the explicit mode nothing is written then."""
-    engine.cache_report = CacheReport(NOTHING)
-    monkeypatch.setattr(engine.tokenizer, "chat_text", lambda *_: "always the same")
-    body = marked(client, part("a", **MARK), prompt_cache_options={"mode": "explicit"})
-
-    assert asked(engine) == CacheControl(write_limit=0)
-    (told,) = body["prompt_cache"]["breakpoints"]
-    assert (told["status"], told["num_tokens"]) == ("refused", 0)
-    assert "rendered" in told["reason"]
-
-
 def test_an_endless_lifetime_is_a_long_one(client: httpx.Client, engine: FakeEngine) -> None:
     """A number that JSON can write and nobody can hold."""
     raw = '{"prompt": "x", "prompt_cache_options": {"ttl": 1e999}}'
     client.post(COMPLETIONS, content=raw, headers={"Content-Type": "application/json"})
 
     assert asked(engine) == CacheControl(breakpoints=(Breakpoint(1, 1e9),))
-
-
-def test_several_prompts_are_told_of_in_their_order(
-    client: httpx.Client, engine: FakeEngine
-) -> None:
-    """Whole, as lists; streamed, with the end of each prompt."""
-    engine.cache_report = CacheReport(NOTHING, (LeaseOutcome(3, 60.0),))
-    fields = {"prompt": ["one", "three"], "return_cache_report": True}
-    body = post(client, COMPLETIONS, **fields)
-    assert [told["prompt_tokens"] for told in body["cache_report"]] == [3, 5]
-    assert len(body["prompt_cache"]) == 2
-
-    chunks = read_events(client.post(COMPLETIONS, json=BOTH | fields | {"stream": True}))
-    lengths = [
-        chunk["cache_report"]["prompt_tokens"] for chunk in chunks if "cache_report" in chunk
-    ]
-    assert sorted(lengths) == [3, 5]
-
-
-def test_written_tokens_are_told_beside_cached_ones(client: httpx.Client) -> None:
-    """Whole and streamed, cold and warm."""
-    cold = post(client, COMPLETIONS)["usage"]["prompt_tokens_details"]
-    assert cold == {"cached_tokens": 0, "cache_write_tokens": 7}
-    chunks = read_events(client.post(COMPLETIONS, json=BOTH | {"stream": True}))
-    warm = chunks[-1]["usage"]["prompt_tokens_details"]
-    assert warm == {"cached_tokens": 6, "cache_write_tokens": 1}
-
-
-@pytest.mark.parametrize("url", [COMPLETIONS, CHATS])
-def test_prewarming_says_nothing(client: httpx.Client, engine: FakeEngine, url: str) -> None:
-    """One empty choice whatever else is asked for, and no token is counted; leases as asked."""
-    fields = {
-        "prompt_cache_options": {"prewarm": True, "ttl": "1h"}, "n": 3, "best_of": 5,
-        "temperature": 0.7, "min_tokens": 3, "stop": ["b"],
-    }  # fmt: skip
-    body = post(client, url, **fields)
-
-    (choice,) = body["choices"]
-    assert choice.get("text", choice.get("message", {}).get("content")) == ""
-    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", None)
-    assert choice["logprobs"] is None
-    assert body["usage"]["completion_tokens"] == 0
-    params = engine.calls[-1]["params"]
-    assert (params.max_tokens, params.num_branches, params.stop) == (1, 1, ())
-    end = body["usage"]["prompt_tokens"]
-    assert asked(engine) == CacheControl(breakpoints=(Breakpoint(end, 3600),))
-
-
-@pytest.mark.parametrize("url", [COMPLETIONS, CHATS])
-def test_prewarming_streamed(client: httpx.Client, url: str) -> None:
-    """The same in chunks."""
-    body = BOTH | {"prompt_cache_options": {"prewarm": True}, "stream": True, "logprobs": None}
-    chunks = read_events(client.post(url, json=body))
-
-    texts = [
-        choice.get("text") or choice.get("delta", {}).get("content")
-        for chunk in chunks for choice in chunk["choices"]
-    ]  # fmt: skip
-    assert not any(texts)
-    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
-    assert chunks[-1]["usage"]["completion_tokens"] == 0
-
-
-def test_prewarming_a_completion_of_no_tokens(client: httpx.Client) -> None:
-    """The natural way to ask for it; an echo, too, is left out."""
-    options = {"prewarm": True}
-    body = post(client, COMPLETIONS, prompt_cache_options=options, max_tokens=0)
-    assert body["choices"][0]["text"] == ""
-    body = post(client, COMPLETIONS, prompt_cache_options=options, max_tokens=2, echo=True)
-    assert body["choices"][0]["text"] == ""
 
 
 def test_salts_of_base64(client: httpx.Client, engine: FakeEngine) -> None:
@@ -390,7 +254,8 @@ def test_other_salts_are_looked_at_where_the_server_allows_it() -> None:
             max_body_bytes=1,
             tells_other_salts=allowed,
         )
-        return cache_controls(service, http_request, request, [None])
+        job = Job([[1]], SamplingParams(), request, "m", [CachePlan()])
+        return cache_controls(service, http_request, job)
 
     assert looks(True, request) == [CacheControl(looks_at_other_salts=True)]
     assert looks(False, request) == looks(True, silent) == [None]
