@@ -28,9 +28,9 @@ from prefixkv.api.openapi import describe_api
 from prefixkv.api.refusals import CountedRefusals, Refusals
 from prefixkv.api.request_id import RequestIds
 from prefixkv.api.responses import responses_router
-from prefixkv.api.server_options import MAX_BODY_BYTES
+from prefixkv.api.server_options import MAX_BODY_BYTES, TOKEN_MEMORY_BYTES
 from prefixkv.api.service import Service
-from prefixkv.api.token_memory import TOKEN_MEMORY_BYTES, TokenMemory
+from prefixkv.api.token_memory import TokenMemory
 from prefixkv.api.tokenization import tokenization_router
 from prefixkv.errors import PrefixKVError
 

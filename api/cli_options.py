@@ -143,6 +143,25 @@ PrefixCachingOption = Annotated[
         help="Whether requests find what others computed.",
     ),
 ]
+MaxLeasedShareOption = Annotated[
+    float,
+    typer.Option(
+        envvar="PREFIXKV_MAX_LEASED_SHARE",
+        min=0,
+        max=1,
+        help="Share of the pool that breakpoints of requests may keep from eviction.",
+    ),
+]
+MaxLeaseTtlOption = Annotated[
+    float,
+    typer.Option(
+        "--max-lease-ttl",
+        envvar="PREFIXKV_MAX_LEASE_TTL",
+        min=0,
+        metavar="SECONDS",
+        help="What longer lifetimes of breakpoints are cut to.",
+    ),
+]
 BackendOption = Annotated[
     Backend, typer.Option(envvar="PREFIXKV_ATTENTION_BACKEND", help="Attention kernels.")
 ]

@@ -18,6 +18,8 @@ from prefixkv.api.cli_options import (
     DTypeOption,
     GPUMemoryOption,
     KVCacheMemoryOption,
+    MaxLeasedShareOption,
+    MaxLeaseTtlOption,
     MaxModelLenOption,
     MaxNumBatchedTokensOption,
     MaxNumSeqsOption,
@@ -101,4 +103,6 @@ class EngineOptions(ComputeOptions):
     max_num_batched_tokens: MaxNumBatchedTokensOption = 2048
     max_num_waiting: MaxQueueOption = None
     enable_prefix_caching: PrefixCachingOption = True
+    max_leased_share: MaxLeasedShareOption = 0.5
+    max_lease_ttl_s: MaxLeaseTtlOption = 3600
     seed: SeedOption = None

@@ -89,6 +89,7 @@ def _run(config: EngineConfig, options: ServerOptions) -> None:
             engine,
             names,
             max_body_bytes=options.max_body_bytes,
+            token_memory_bytes=options.token_memory_bytes,
             keys=keys,
             allowed_origins=origins,
             silent_paths=options.disable_access_log_for_endpoints.split(","),

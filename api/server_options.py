@@ -9,6 +9,7 @@ import typer
 from prefixkv.api.cli_options import parse_size
 
 MAX_BODY_BYTES = 32 * 2**20
+TOKEN_MEMORY_BYTES = 64 * 2**20
 
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["critical", "error", "warning", "info", "debug"]
@@ -106,6 +107,16 @@ class ServerOptions:
             help="Larger request bodies get 413.",
         ),
     ] = MAX_BODY_BYTES
+    token_memory_bytes: Annotated[
+        int,
+        typer.Option(
+            parser=parse_size,
+            metavar="SIZE",
+            envvar="PREFIXKV_TOKEN_MEMORY_BYTES",
+            show_default="64M",
+            help="For answers of chats as token ids, which their next turns take up; 0 for none.",
+        ),
+    ] = TOKEN_MEMORY_BYTES
     shutdown_timeout: Annotated[
         float,
         typer.Option(

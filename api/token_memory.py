@@ -15,11 +15,10 @@ from typing import Literal
 from prefixkv.api.chat_digest import Digest, chat_digests, digest_with
 from prefixkv.api.engine_interface import Tokenizer
 from prefixkv.api.messages import RenderedChat
+from prefixkv.api.server_options import TOKEN_MEMORY_BYTES
 from prefixkv.api.shared_lru import SharedLRU
 from prefixkv.api.told_tokens import ToldTokens
 from prefixkv.api.transcript import Transcript, transcript_of
-
-TOKEN_MEMORY_BYTES = 64 * 2**20
 
 SpliceMiss = Literal["unknown", "rewritten", "seam"]
 """Why no ids were put in: none is remembered for the chat's beginning (any more); its text is now
