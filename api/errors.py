@@ -57,6 +57,8 @@ class WrongMediaType(InvalidRequest):
 class ResponseNotFound(InvalidRequest):
     """No stored response of this tenant has that id (any more)."""
 
+    code = "response_not_found"
+
 
 class InvalidApiKey(PrefixKVError):
     """The request shows no API key, or one that the server does not know."""
@@ -94,7 +96,7 @@ ANSWERS: Mapping[type[Exception], Answer] = MappingProxyType(
         AdminKeyRequired: Answer(403, "permission_error", "admin_key_required"),
         ModelNotFound: Answer(404, "not_found_error", "model_not_found"),
         UnknownRequest: Answer(404, "not_found_error"),
-        ResponseNotFound: Answer(404, "invalid_request_error"),
+        ResponseNotFound: Answer(404, "not_found_error"),
         StaleSequence: Answer(409, "conflict_error", "stale_sequence"),
         BodyTooLarge: Answer(413, "invalid_request_error"),
         WrongMediaType: Answer(415, "invalid_request_error"),

@@ -9,6 +9,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from prefixkv.api.access_log import USAGES_KEY
 from prefixkv.api.bodies import dump_json, json_response
 from prefixkv.api.cache_reports import CacheReports
 from prefixkv.api.cache_use import cache_controls, cache_reports
@@ -98,7 +99,11 @@ async def _respond(service: Service, http_request: Request, job: ResponseJob) ->
     if job.request.is_prewarm:
         deltas = prewarmed(deltas)
     reports = cache_reports(service, http_request, job, name)
-    finish = partial(_finish, service, tenant, job, response, reports)
+
+    def finish(completion: Completion) -> dict[str, Any]:
+        http_request.scope[USAGES_KEY] = [completion.usage]
+        return _finish(service, tenant, job, response, reports, completion)
+
     if not job.request.stream:
         (completion,) = await unless_disconnected(http_request.receive, collect(deltas, 1))
         return json_response(finish(completion))

@@ -54,8 +54,8 @@ class CacheControl:
     Args:
         breakpoints: shortest first.
         write_limit: tokens of its sequences, at most, that other requests may find; None for all.
-        session: a name; a session that goes on gives up its leases that the new ones cover or
-            replace. Names of different identities have nothing to do with each other.
+        session: a name; a session that goes on gives up its leases that the new ones cover and
+            outlive. Names of different identities have nothing to do with each other.
         looks_at_other_salts: whether a miss may be told as "other_salt". That tells of what other
             tenants sent, so it is for operators only.
 

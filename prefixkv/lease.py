@@ -123,7 +123,8 @@ class Leases:
         """Lease what a request asks for, out of a sequence of it that is about to be released.
 
         Of more than four breakpoints the longest are leased. If any is, the session's earlier
-        leases that the new ones cover are released. Costs O(blocks) for each breakpoint.
+        leases that the longest of them covers, and outlives, are released. Costs O(blocks) for
+        each breakpoint.
 
         Args:
             sequence: all computed; a half-filled last block of it may get published.
@@ -217,9 +218,10 @@ class Leases:
         return f"needs {needed} blocks more, {self.num_blocks} of {self.max_num_blocks} leased"
 
     def _supersede(self, granted: list[Lease], root: Root, session: str) -> None:
-        longest = granted[-1].sequence
+        longest = granted[-1]
         for lease in list(self._by_session[root, session]):
-            if lease not in granted and lease.is_covered_by(longest):
+            outlives = lease.expires_at > longest.expires_at
+            if lease not in granted and not outlives and lease.is_covered_by(longest.sequence):
                 self._release(lease)
 
     def _renew(self, lease: Lease, expires_at: float) -> None:
