@@ -140,6 +140,8 @@ def test_a_session_that_goes_on_gives_up_what_the_new_lease_covers() -> None:
         world.release(stream)
     longer = world.open_and_compute([*TOKENS, 1, 0, 0])
     world.lease(longer, [14], 1, "a")
+    assert len(world.leases) == 5  # the earlier ones last longer
+    world.lease(longer, [14], 60, "a")
     world.check()
     kept = sorted((lease.session, lease.sequence.num_tokens) for lease in world.leases)
     assert kept == [("a", 14), ("b", 4), ("b", 11)]
