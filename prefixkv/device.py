@@ -8,7 +8,7 @@ import torch
 
 from prefixkv.errors import ConfigError
 from prefixkv.kernels.backend import AttentionBackend, BackendName, get_backend
-from prefixkv.model import ModelFacts
+from prefixkv.model import LanguageModel, ModelFacts
 
 
 def choose_device(name: str) -> torch.device:
@@ -27,6 +27,14 @@ def choose_device(name: str) -> torch.device:
     if (device.index or 0) >= count:
         raise ConfigError(f"device is {name!r}, but torch {torch.__version__} sees {count} of them")
     return device
+
+
+def device_of(model: LanguageModel, name: str) -> torch.device:
+    """Return where the model is. Raises ConfigError if `name` says that it is somewhere else."""
+    wanted = model.device if name == "auto" else choose_device(name)
+    if (wanted.type, wanted.index or 0) != (model.device.type, model.device.index or 0):
+        raise ConfigError(f"device is {name!r}, but the model is on {model.device}")
+    return model.device
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:

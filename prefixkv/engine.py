@@ -23,7 +23,7 @@ from prefixkv.attention_step import StepAttention
 from prefixkv.beam_search import BeamSearch
 from prefixkv.cache_control import CacheControl
 from prefixkv.config import EngineConfig
-from prefixkv.device import choose_backend, choose_device, current
+from prefixkv.device import choose_backend, choose_device, current, device_of
 from prefixkv.errors import (
     ConfigError,
     InvalidRequest,
@@ -72,7 +72,7 @@ class Engine:
         self.model = model
         self.tokenizer: Tokenizer = model.tokenizer
         self.config = config
-        self.device = _device_of(model, config)
+        self.device = device_of(model, config.device)
         self.backend = choose_backend(facts, config.attention_backend, self.device)
         self._plan_options = self.backend.plan_options(
             facts.dtype, facts.head_dim, facts.num_heads, facts.num_kv_heads, config.block_size
@@ -519,14 +519,6 @@ class Engine:
             raise InvariantViolation(
                 f"engine: {len(branches)} branches are open, {len(queued)} are queued"
             )
-
-
-def _device_of(model: LanguageModel, config: EngineConfig) -> torch.device:
-    """Return where the model is. Raises ConfigError if it is to be somewhere else."""
-    wanted = model.device if config.device == "auto" else choose_device(config.device)
-    if (wanted.type, wanted.index or 0) != (model.device.type, model.device.index or 0):
-        raise ConfigError(f"device is {config.device!r}, but the model is on {model.device}")
-    return model.device
 
 
 def _all_by_branch(rows: torch.Tensor, inputs: StepInputs) -> list[bool]:

@@ -13,6 +13,7 @@ from prefixkv.device import choose_backend, choose_device
 from prefixkv.device_memory import bytes_for_cache
 from prefixkv.errors import ConfigError
 from prefixkv.kernels.plan_options import PlanOptions
+from prefixkv.memory import Memory
 from prefixkv.model import LanguageModel
 from prefixkv.sampling_params import SamplingParams
 
@@ -118,8 +119,8 @@ class FakeMemory:
         self.used = used
         self.was_run = False
 
-    def total_and_free(self) -> tuple[int, int]:
-        return 1_000_000, 1_000_000 - self.used
+    def now(self) -> Memory:
+        return Memory(1_000_000, 1_000_000 - self.used)
 
     def peak_of(self, run: Callable[[], None]) -> int:
         run()
