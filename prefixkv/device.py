@@ -42,10 +42,18 @@ def current(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def choose_backend(facts: ModelFacts, name: str, device: torch.device) -> AttentionBackend:
-    """Return the attention backend of that name; ConfigError if it cannot serve the model there."""
+def choose_backend(
+    facts: ModelFacts, name: str, device: torch.device, *, batch_invariant: bool = False
+) -> AttentionBackend:
+    """Return the attention backend of that name; ConfigError if it cannot serve the model there.
+
+    Args:
+        batch_invariant: see `EngineConfig.batch_invariant_attention`.
+    """
     try:
-        backend = get_backend(cast(BackendName, name), facts.dtype, device)
+        backend = get_backend(
+            cast(BackendName, name), facts.dtype, device, batch_invariant=batch_invariant
+        )
     except ValueError as error:
         raise ConfigError(f"attention_backend: {error}") from None
     reason = backend.supports(facts.dtype, facts.head_dim, facts.num_heads, facts.num_kv_heads)

@@ -103,5 +103,6 @@ def _partial_bytes(model: LanguageModel, config: EngineConfig, options: PlanOpti
     if options is None or options.chunk_tokens is None:
         return 0
     length = min(config.max_model_len or model.facts.max_context, model.facts.max_context)
-    num_partials = config.max_num_seqs * -(-length // options.chunk_tokens)
+    rows = config.max_num_batched_tokens if options.split_prompts else config.max_num_seqs
+    num_partials = rows * -(-length // options.chunk_tokens)
     return num_partials * options.partial_bytes // 2  # which are written and read again

@@ -73,7 +73,12 @@ class Engine:
         self.tokenizer: Tokenizer = model.tokenizer
         self.config = config
         self.device = device_of(model, config.device)
-        self.backend = choose_backend(facts, config.attention_backend, self.device)
+        self.backend = choose_backend(
+            facts,
+            config.attention_backend,
+            self.device,
+            batch_invariant=config.batch_invariant_attention,
+        )
         self._plan_options = self.backend.plan_options(
             facts.dtype, facts.head_dim, facts.num_heads, facts.num_kv_heads, config.block_size
         )
