@@ -13,6 +13,7 @@ import typer
 
 from prefixkv.api.cli_options import (
     BackendOption,
+    BatchInvariantOption,
     BlockSizeOption,
     DebugOption,
     DeviceOption,
@@ -121,6 +122,7 @@ def serve(
     ] = None,
     enable_prefix_caching: PrefixCachingOption = True,
     attention_backend: BackendOption = "auto",
+    batch_invariant_attention: BatchInvariantOption = False,
     seed: SeedOption = None,
     threads: ThreadsOption = None,
     shutdown_timeout: Annotated[
@@ -152,6 +154,7 @@ def serve(
         max_num_waiting=max_queue,
         enable_prefix_caching=enable_prefix_caching,
         attention_backend=attention_backend,
+        batch_invariant_attention=batch_invariant_attention,
         seed=seed,
     )
     _set_threads(threads)
@@ -194,6 +197,7 @@ def generate(
     kv_cache_memory_bytes: KVCacheMemoryOption = None,
     gpu_memory_utilization: GPUMemoryOption = 0.9,
     attention_backend: BackendOption = "auto",
+    batch_invariant_attention: BatchInvariantOption = False,
     threads: ThreadsOption = None,
     debug: DebugOption = False,
 ) -> None:
@@ -208,6 +212,7 @@ def generate(
         kv_cache_memory_bytes=kv_cache_memory_bytes,
         gpu_memory_utilization=gpu_memory_utilization,
         attention_backend=attention_backend,
+        batch_invariant_attention=batch_invariant_attention,
     )
     _set_threads(threads)
     from prefixkv.api.offline import generate_and_print

@@ -12,9 +12,9 @@ from prefixkv.model import LanguageModel
 from prefixkv.packed_linear import pack_linears
 from prefixkv.sampling_params import SamplingParams
 
-PREFIX = list(range(10, 50))
-PROMPTS = [[*PREFIX, 100 + i, 7] for i in range(3)] + [[*PREFIX[:25], 60, 61], [5, 6, 7]]
-PARAMS = SamplingParams(temperature=1.0, seed=3, max_tokens=6, logprobs=5, ignore_eos=True)
+PREFIX = list(range(10, 30))
+PROMPTS = [[*PREFIX, 100], [*PREFIX, 101], [*PREFIX[:13], 60], [5, 6, 7]]
+PARAMS = SamplingParams(temperature=1.0, seed=3, max_tokens=3, logprobs=5, ignore_eos=True)
 
 Said = list[tuple[object, ...]]
 

@@ -176,8 +176,9 @@ def test_a_model_that_is_nowhere_is_refused_by_the_installed_command() -> None:
 def test_generate_and_info_work(run_cli: RunCommand, tiny_folder: Path) -> None:
     """The other commands answer as well."""
     result = run_cli(
-        "generate", "hi", "--model", str(tiny_folder), "--max-tokens", "3", "--temperature", "0"
-    )
+        "generate", "hi", "--model", str(tiny_folder), "--max-tokens", "3", "--temperature", "0",
+        "--batch-invariant-attention",
+    )  # fmt: skip
     assert result.returncode == 0, result.stderr
     info = run_cli("info", str(tiny_folder), "--num-blocks", "64", "--block-size", "4")
     assert info.returncode == 0, info.stderr
