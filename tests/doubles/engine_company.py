@@ -1,5 +1,6 @@
 """The same requests alone and in company: what they say, to the last bit."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ PREFIX = list(range(10, 30))
 PROMPTS = [[*PREFIX, 100], [*PREFIX, 101], [*PREFIX[:13], 60], [5, 6, 7]]
 PARAMS = SamplingParams(temperature=1.0, seed=3, max_tokens=3, logprobs=5, ignore_eos=True)
 
+Prompts = Sequence[list[int]]
 Said = list[tuple[object, ...]]
 
 
@@ -27,21 +29,21 @@ def make_engine(dtype: torch.dtype, **options: Any) -> Engine:
     return Engine(LanguageModel.from_transformers(model, byte_tokenizer()), config)
 
 
-def alone(dtype: torch.dtype, **options: Any) -> list[Said]:
+def alone(dtype: torch.dtype, prompts: Prompts = PROMPTS, **options: Any) -> list[Said]:
     """Each prompt computed from its first token, as a whole, by an engine that nobody else asks."""
     options["enable_prefix_caching"] = False
     engine = make_engine(dtype, **options)
-    return [said for prompt in PROMPTS for said in _say(engine, [prompt])]
+    return [said for prompt in prompts for said in _say(engine, [prompt])]
 
 
-def together(dtype: torch.dtype, **options: Any) -> list[Said]:
-    """All at once, in chunks of at most 16 tokens; all but the last find a beginning computed."""
+def together(dtype: torch.dtype, prompts: Prompts = PROMPTS, **options: Any) -> list[Said]:
+    """All at once, in chunks of at most 16 tokens; those that share find a beginning computed."""
     engine = make_engine(dtype, max_num_batched_tokens=16, **options)
     _say(engine, [PREFIX])
-    return _say(engine, PROMPTS)
+    return _say(engine, prompts)
 
 
-def _say(engine: Engine, prompts: list[list[int]]) -> list[Said]:
+def _say(engine: Engine, prompts: Prompts) -> list[Said]:
     """The tokens of each, and the log-probabilities of the likeliest at each step."""
     requests = [engine.add(prompt, PARAMS) for prompt in prompts]
     return [
