@@ -14,7 +14,7 @@ from prefixkv.packed_linear import pack_linears
 from prefixkv.sampling_params import SamplingParams
 
 PREFIX = list(range(10, 30))
-PROMPTS = [[*PREFIX, 100], [*PREFIX, 101], [*PREFIX[:13], 60], [5, 6, 7]]
+COMPANY = [[*PREFIX, 100], [*PREFIX, 101], [*PREFIX[:13], 60], [5, 6, 7]]
 PARAMS = SamplingParams(temperature=1.0, seed=3, max_tokens=3, logprobs=5, ignore_eos=True)
 
 Prompts = Sequence[list[int]]
@@ -29,14 +29,14 @@ def make_engine(dtype: torch.dtype, **options: Any) -> Engine:
     return Engine(LanguageModel.from_transformers(model, byte_tokenizer()), config)
 
 
-def alone(dtype: torch.dtype, prompts: Prompts = PROMPTS, **options: Any) -> list[Said]:
+def alone(dtype: torch.dtype, prompts: Prompts = COMPANY, **options: Any) -> list[Said]:
     """Each prompt computed from its first token, as a whole, by an engine that nobody else asks."""
     options["enable_prefix_caching"] = False
     engine = make_engine(dtype, **options)
     return [said for prompt in prompts for said in _say(engine, [prompt])]
 
 
-def together(dtype: torch.dtype, prompts: Prompts = PROMPTS, **options: Any) -> list[Said]:
+def together(dtype: torch.dtype, prompts: Prompts = COMPANY, **options: Any) -> list[Said]:
     """All at once, in chunks of at most 16 tokens; those that share find a beginning computed."""
     engine = make_engine(dtype, max_num_batched_tokens=16, **options)
     _say(engine, [PREFIX])

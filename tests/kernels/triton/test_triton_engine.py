@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_company import PROMPTS, alone, together
+from engine_company import COMPANY, alone, together
 from engine_runs import outputs_of, poison
 from tiny_models import tiny_engine, tiny_model
 
@@ -86,5 +86,5 @@ def test_company_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_backend, "PLAN_CHUNK", 8)
     options = {"attention_backend": "triton", "batch_invariant_attention": True}
 
-    prompts = PROMPTS[1:3]  # that is enough of what takes the interpreter long
+    prompts = COMPANY[1:3]  # that is enough of what takes the interpreter long
     assert together(torch.float32, prompts, **options) == alone(torch.float32, prompts, **options)
