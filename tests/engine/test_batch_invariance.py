@@ -1,5 +1,7 @@
 """With `batch_invariant_attention` a request says the same, to the last bit, in any company."""
 
+from typing import Any
+
 import pytest
 import torch
 from engine_company import alone, together
@@ -16,7 +18,7 @@ def test_company_changes_no_bit(
 ) -> None:
     """Neither who shares its beginning, nor what was found, nor how its prompt was cut."""
     monkeypatch.setattr(cpu, "PLAN_CHUNK", 8)
-    options = {"attention_backend": backend, "batch_invariant_attention": True}
+    options: dict[str, Any] = {"attention_backend": backend, "batch_invariant_attention": True}
 
     assert together(dtype, **options) == alone(dtype, **options)
 

@@ -84,7 +84,7 @@ def test_copies_are_uploaded_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_company_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request alone, cold and whole says what it says in chunks, beside those it shares with."""
     monkeypatch.setattr(triton_backend, "PLAN_CHUNK", 8)
-    options = {"attention_backend": "triton", "batch_invariant_attention": True}
+    options: dict[str, Any] = {"attention_backend": "triton", "batch_invariant_attention": True}
 
     prompts = COMPANY[1:3]  # that is enough of what takes the interpreter long
     assert together(torch.float32, prompts, **options) == alone(torch.float32, prompts, **options)
