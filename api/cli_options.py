@@ -165,6 +165,14 @@ MaxLeaseTtlOption = Annotated[
 BackendOption = Annotated[
     Backend, typer.Option(envvar="PREFIXKV_ATTENTION_BACKEND", help="Attention kernels.")
 ]
+BatchInvariantOption = Annotated[
+    bool,
+    typer.Option(
+        "--batch-invariant-attention",
+        envvar="PREFIXKV_BATCH_INVARIANT_ATTENTION",
+        help="The same bits of attention whatever else is in a step; slower.",
+    ),
+]
 SeedOption = Annotated[
     int | None, typer.Option(envvar="PREFIXKV_SEED", help="Seed of sampling; random if not given.")
 ]

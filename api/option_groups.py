@@ -13,6 +13,7 @@ import typer
 
 from prefixkv.api.cli_options import (
     BackendOption,
+    BatchInvariantOption,
     BlockSizeOption,
     DeviceOption,
     DTypeOption,
@@ -92,6 +93,7 @@ class ComputeOptions(ModelOptions):
     """What also says how to compute."""
 
     attention_backend: BackendOption = "auto"
+    batch_invariant_attention: BatchInvariantOption = False
     threads: ThreadsOption = None
 
 

@@ -31,7 +31,7 @@ import triton
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import gpu_correctness, gpu_speed, gpu_tiles
+from benchmarks import gpu_correctness, gpu_speed, gpu_tiles, gpu_times
 from benchmarks.gpu_session import Session
 from prefixkv.kernels import triton_backend
 
@@ -99,7 +99,7 @@ def print_report(session: Session) -> None:
     for row in session.report.get("correctness", []):
         if not row["ok"]:
             console.print(f"WRONG {row['shape']}: {row['case']}: {row['error']}", markup=False)
-    gpu_speed.print_times(console, session.report)
+    gpu_times.print_times(console, session.report)
     table = Table("asked", "measured", "met")
     for check in session.checks:
         met = {True: "yes", False: "NO", None: "-"}[check["met"]]

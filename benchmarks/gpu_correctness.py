@@ -126,7 +126,7 @@ def check_attention(
     error = worst_error(found, exact(pool, layer, query, batch, config.window))
     rows = [outcome(config, name, error, TOLERANCE[heads.dtype], plan.num_partials)]
     if len(plan.work) != len(alone_plan.work):
-        one_tile = TritonBackend(one_tile=True)
+        one_tile = TritonBackend(batch_invariant=True)
         together, alone = (
             one_tile.attend(pool, layer, query, p, scale) for p in (plan, alone_plan)
         )

@@ -11,6 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.gpu_batch import Batch
 from benchmarks.gpu_session import Session
+from prefixkv.memory import memory_of
 
 
 def decode_rivals(
@@ -38,7 +39,7 @@ def _gathered(batch: Batch, pool: Tensor) -> Tensor:
     kv_heads, block_size, head_dim = pool.shape[3:]
     sizes = (2, len(batch.tables), kv_heads, num_blocks, block_size, head_dim)
     needed = int(np.prod(sizes)) * pool.element_size()
-    if pool.is_cuda and needed > 0.8 * torch.cuda.mem_get_info()[0]:
+    if pool.is_cuda and needed > 0.8 * memory_of(pool.device).free:
         raise MemoryError(f"{needed / 2**30:.0f} GiB do not fit")
     out = torch.empty(sizes, dtype=pool.dtype, device=pool.device)
     for i, table in enumerate(batch.tables):

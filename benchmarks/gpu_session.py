@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from prefixkv.memory import memory_of
+
 GIB = 2**30
 MOST_MEMORY = 0.4  # of what is free: one pool; what it is compared with needs as much again
 
@@ -57,7 +59,7 @@ class Session:
         """Whether a pool of that size leaves room for what it is compared with."""
         if self.device.type != "cuda":
             return num_bytes < GIB
-        return num_bytes < MOST_MEMORY * torch.cuda.mem_get_info(self.device)[0]
+        return num_bytes < MOST_MEMORY * memory_of(self.device).free
 
     def free(self) -> None:
         """Give memory back that no tensor uses."""

@@ -100,7 +100,11 @@ class AttentionBackend(Protocol):
 
 
 def get_backend(
-    name: BackendName, dtype: torch.dtype, device: torch.device | None = None
+    name: BackendName,
+    dtype: torch.dtype,
+    device: torch.device | None = None,
+    *,
+    batch_invariant: bool = False,
 ) -> AttentionBackend:
     """Return the named backend, or with "auto" the fastest one that takes pools of `dtype` there.
 
@@ -109,6 +113,8 @@ def get_backend(
 
     Args:
         device: of the pool; None is the CPU.
+        batch_invariant: with plans made by its `plan_options`, a row's result has the same bits
+            whatever else is in the step. The reference computes each row alone anyway.
 
     Raises: ValueError for an unknown name, a dtype that the named backend cannot take, or a backend
         that cannot run there.
@@ -119,7 +125,7 @@ def get_backend(
     if name == "auto" and not on_cpu:
         name = "reference" if dtype == torch.float64 else "triton"
     if name == "triton":
-        return _triton_backend(on_cpu)
+        return _triton_backend(on_cpu, batch_invariant)
     if name == "reference" or (name == "auto" and dtype not in CpuBackend.DTYPES):
         return ReferenceBackend()
     if not on_cpu:
@@ -128,10 +134,10 @@ def get_backend(
         raise ValueError(
             f"the cpu backend takes float32 and bfloat16, not {dtype}; use 'reference'"
         )
-    return CpuBackend()
+    return CpuBackend(batch_invariant=batch_invariant)
 
 
-def _triton_backend(on_cpu: bool) -> AttentionBackend:
+def _triton_backend(on_cpu: bool, batch_invariant: bool) -> AttentionBackend:
     try:  # imported here because not every machine has it
         from prefixkv.kernels.triton_backend import INTERPRETED, TritonBackend
     except ImportError as error:
@@ -140,4 +146,4 @@ def _triton_backend(on_cpu: bool) -> AttentionBackend:
         raise ValueError(
             "the triton backend needs a CUDA device, or TRITON_INTERPRET=1 set before Python starts"
         )
-    return TritonBackend()
+    return TritonBackend(batch_invariant=batch_invariant)

@@ -41,6 +41,16 @@ class CpuBackend:
     name = "cpu"
     DTYPES = (torch.float32, torch.bfloat16)
 
+    def __init__(self, *, batch_invariant: bool = False) -> None:
+        """Hold nothing.
+
+        Args:
+            batch_invariant: a row's result is the same, bit for bit, whatever else is in the step:
+                `plan_options` asks for fixed chunks of prompts too, which are then read row by row
+                instead of gathered; a long prompt takes several times as long.
+        """
+        self._batch_invariant = batch_invariant
+
     def supports(
         self, dtype: torch.dtype, head_dim: int, num_heads: int, num_kv_heads: int
     ) -> str | None:
@@ -58,7 +68,8 @@ class CpuBackend:
     ) -> PlanOptions:
         """See `AttentionBackend.plan_options`; chunks are fixed, so results are, too.
 
-        What many rows gather (`MANY_ROWS`) is neither split nor shared.
+        What many rows gather (`MANY_ROWS`) is neither split nor shared; if results are not to
+        depend on the batch, nothing is gathered.
         """
         return PlanOptions.for_heads(
             num_heads,
@@ -68,6 +79,7 @@ class CpuBackend:
             tile_rows=MANY_ROWS - 1,
             chunk_tokens=-(-PLAN_CHUNK // block_size) * block_size,
             fixed_chunks=True,
+            split_prompts=self._batch_invariant,
         )
 
     def upload(

@@ -32,18 +32,22 @@ class Spans(NamedTuple):
 
 
 class Costs(NamedTuple):
-    """`PlanOptions` as numba takes them; without splits, `chunk` is beyond every context."""
+    """`PlanOptions` as numba takes them; without splits, `chunk` is beyond every context.
+
+    A sequence of more than `whole_rows` query tokens is neither split nor grouped.
+    """
 
     token_bytes: int
     partial_bytes: int
     tile_rows: int
+    whole_rows: int
     chunk: int
 
 
 # columns of units: the parts of a node that read on their own, kept nodes and single sequences;
 # the unit that begins at place p of the order is units[p]: the place after its last member, its
-# tiles, its rows, and the first token that all its members see
-LAST_MEMBER, TILES, ROWS, SEES = range(4)
+# tiles, those that its members have alone, its rows, and the first token that all its members see
+LAST_MEMBER, TILES, OWN_TILES, ROWS, SEES = range(5)
 
 
 @jit()
@@ -60,7 +64,7 @@ def _saved_tokens(
     while p < node[LAST]:
         saved += (end - units[p, SEES]) * units[p, TILES]
         # a window may start the node later than the unit; its members read what is between alone
-        saved -= (sees - units[p, SEES]) * (units[p, LAST_MEMBER] - p)
+        saved -= (sees - units[p, SEES]) * units[p, OWN_TILES]
         p = units[p, LAST_MEMBER]
     return saved
 
@@ -111,17 +115,20 @@ def choose_nodes(
     """
     kept = np.empty(len(nodes), np.int64)
     num_kept = 0
-    units = np.empty((len(order), 4), np.int64)
+    units = np.empty((len(order), 5), np.int64)
     for p in range(len(order)):
-        units[p, LAST_MEMBER], units[p, TILES] = p + 1, 1
-        units[p, ROWS], units[p, SEES] = spans.num_rows[order[p]], spans.seen_by_all[order[p]]
+        num_rows = spans.num_rows[order[p]]
+        units[p, LAST_MEMBER] = p + 1
+        units[p, TILES] = units[p, OWN_TILES] = (num_rows - 1) // costs.tile_rows + 1
+        units[p, ROWS], units[p, SEES] = num_rows, spans.seen_by_all[order[p]]
     for k in range(len(nodes)):
         node = nodes[k]
         end = node[END] * block_size
-        sees, num_rows = np.int64(0), np.int64(0)
+        sees, num_rows, own_tiles = np.int64(0), np.int64(0), np.int64(0)
         p = node[FIRST]
         while p < node[LAST]:
             sees, num_rows = max(sees, units[p, SEES]), num_rows + units[p, ROWS]
+            own_tiles += units[p, OWN_TILES]
             p = units[p, LAST_MEMBER]
         if sees >= end:
             continue
@@ -134,7 +141,7 @@ def choose_nodes(
             num_kept += 1
             unit = units[node[FIRST]]
             unit[LAST_MEMBER], unit[TILES] = node[LAST], num_tiles
-            unit[ROWS], unit[SEES] = num_rows, sees
+            unit[OWN_TILES], unit[ROWS], unit[SEES] = own_tiles, num_rows, sees
     return kept[:num_kept]
 
 

@@ -34,7 +34,7 @@ def _size(runs: Int64Array, block_size: int, costs: Costs) -> tuple[Integer, Int
     for run in runs:
         num_pieces = (run[RUN_END] - 1) // costs.chunk - run[RUN_BEGIN] // costs.chunk + 1
         num_items += num_pieces * ((run[RUN_ROWS] - 1) // costs.tile_rows + 1)
-        if run[RUN_ROWS] <= costs.tile_rows or run[SHARED] != 0:
+        if run[RUN_ROWS] <= costs.whole_rows or run[SHARED] != 0:
             num_partials += num_pieces * run[RUN_ROWS]
         num_blocks += (run[RUN_END] - 1) // block_size - run[RUN_BEGIN] // block_size + 1
     return num_items, num_partials, num_blocks
@@ -88,7 +88,7 @@ def cut_runs(
         num_blocks += end_block - first_block
         table = all_blocks[offsets[i] :]
         blocks[run_blocks:num_blocks] = table[first_block:end_block]
-        is_whole = run[SHARED] == 0 and run[RUN_ROWS] > costs.tile_rows
+        is_whole = run[SHARED] == 0 and run[RUN_ROWS] > costs.whole_rows
         while begin < run[RUN_END]:
             end = min(run[RUN_END], (begin // costs.chunk + 1) * costs.chunk)
             if is_whole:

@@ -22,6 +22,9 @@ class PlanOptions:
         fixed_chunks: make every partial one query token's view of one whole chunk, so that neither
             the grouping nor the rest of the batch changes a bit of a row's result.
         share: let sequences with common blocks read them together.
+        split_prompts: split and group sequences of more than `tile_rows` query tokens as well. With
+            fixed chunks a row's bits then do not depend either on how many rows of its own
+            sequence are in the step. Each row of a prompt then has a partial for each chunk.
     """
 
     token_bytes: int
@@ -30,6 +33,7 @@ class PlanOptions:
     chunk_tokens: int | None = None
     fixed_chunks: bool = False
     share: bool = True
+    split_prompts: bool = False
 
     def __post_init__(self) -> None:
         """Raises: ValueError naming the option."""
@@ -55,6 +59,7 @@ class PlanOptions:
         chunk_tokens: int | None = None,
         fixed_chunks: bool = False,
         share: bool = True,
+        split_prompts: bool = False,
     ) -> Self:
         """The options of an attention layer whose partials are float32.
 
@@ -69,6 +74,7 @@ class PlanOptions:
             chunk_tokens=chunk_tokens,
             fixed_chunks=fixed_chunks,
             share=share,
+            split_prompts=split_prompts,
         )
 
 

@@ -49,7 +49,8 @@ def build_plans(
     queries, contexts = np.asarray(query_lens, np.int64), np.asarray(context_lens, np.int64)
     check_lengths(block_tables, queries, contexts, block_size, None)
     tables = _join_tables(block_tables, -(-contexts // block_size))
-    may_share = options.share & (queries <= options.tile_rows)
+    whole_rows = _UNBOUNDED if options.split_prompts else options.tile_rows
+    may_share = options.share & (queries <= whole_rows)
     num_shareable = np.where(may_share, (contexts - queries) // block_size, 0)
     granule = _granule(options, block_size)
     order, nodes = _find_shared(tables, num_shareable, granule // block_size)
@@ -57,14 +58,16 @@ def build_plans(
         options.token_bytes,
         options.partial_bytes,
         options.tile_rows,
+        whole_rows,
         options.chunk_tokens or _UNBOUNDED,
     )
     plans = {}
     for window in set(windows):
         spans = _spans(queries, contexts, window, granule)
         first_chunk, last_chunk = spans.begin // costs.chunk, (contexts - 1) // costs.chunk
-        is_split = (queries <= options.tile_rows) & (first_chunk < last_chunk)
-        if len(nodes) or is_split.any():
+        is_split = (queries <= whole_rows) & (first_chunk < last_chunk)
+        is_tiled = options.split_prompts & (queries > options.tile_rows)
+        if len(nodes) or is_split.any() or is_tiled.any():
             plans[window] = _plan_runs(tables, (order, nodes), spans, block_size, window, costs)
         else:
             plans[window] = build_plan(block_tables, *lengths, window)

@@ -39,15 +39,16 @@ class TritonBackend:
     name = "triton"
     DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-    def __init__(self, *, one_tile: bool = False) -> None:
+    def __init__(self, *, batch_invariant: bool = False) -> None:
         """Hold no plan yet.
 
         Args:
-            one_tile: compute all items in tiles of one size. With the fixed chunks of
-                `plan_options` a row's result then is the same, bit for bit, whoever reads with it.
-                Decoding without sharing then multiplies up to four times as many rows of padding.
+            batch_invariant: a row's result is the same, bit for bit, whatever else is in the step:
+                all items are computed in tiles of one size, and `plan_options` asks for fixed
+                chunks of prompts too. Decoding without sharing then multiplies up to four times as
+                many rows of padding, and each row of a prompt has a partial for each chunk.
         """
-        self._one_tile = one_tile
+        self._batch_invariant = batch_invariant
         # the host's plan is kept with the device's: an id is taken again once its owner is gone
         self._plans: dict[tuple[int, object], tuple[Plan, DevicePlan]] = {}
 
@@ -82,6 +83,7 @@ class TritonBackend:
             tile_rows=many.rows // group,
             chunk_tokens=-(-PLAN_CHUNK // block_size) * block_size,
             fixed_chunks=True,
+            split_prompts=self._batch_invariant,
         )
 
     def upload(
@@ -102,7 +104,7 @@ class TritonBackend:
 
     def _tiles(self, dtype: torch.dtype, head_dim: int, group: int) -> tuple[Tile, Tile]:
         few, many = choose_tiles(dtype, head_dim, group)
-        return (many if self._one_tile else few), many
+        return (many if self._batch_invariant else few), many
 
     def write_kv(self, pool: Tensor, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
         """See `AttentionBackend.write_kv`.

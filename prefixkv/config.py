@@ -81,6 +81,10 @@ class EngineConfig:
         gpu_memory_utilization: share of a GPU's memory for weights, a step and the pool together.
         enable_prefix_caching: False computes every prompt anew.
         attention_backend: "auto" (the fastest on the device), "triton", "cpu" or "reference".
+        batch_invariant_attention: give a token's attention the same bits whatever else is in its
+            step: other requests, other chunks of its prompt, hits in the cache. Slower. The rest of
+            the model is torch's, whose results do not depend on the batch in float32 and bfloat16
+            on a CPU, and may elsewhere.
         seed: of the seeds of requests that have none; None draws it at random.
         max_leased_share, max_lease_ttl_s: bounds of leases, which keep prefixes findable.
 
@@ -101,6 +105,7 @@ class EngineConfig:
     max_num_waiting: int | None = None
     enable_prefix_caching: bool = True
     attention_backend: str = "auto"
+    batch_invariant_attention: bool = False
     seed: int | None = None
     max_leased_share: float = 0.5
     max_lease_ttl_s: float = 3600

@@ -8,7 +8,7 @@ import torch
 
 from prefixkv.errors import ConfigError
 from prefixkv.kernels.backend import AttentionBackend, BackendName, get_backend
-from prefixkv.model import ModelFacts
+from prefixkv.model import LanguageModel, ModelFacts
 
 
 def choose_device(name: str) -> torch.device:
@@ -29,15 +29,31 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
+def device_of(model: LanguageModel, name: str) -> torch.device:
+    """Return where the model is. Raises ConfigError if `name` says that it is somewhere else."""
+    wanted = model.device if name == "auto" else choose_device(name)
+    if (wanted.type, wanted.index or 0) != (model.device.type, model.device.index or 0):
+        raise ConfigError(f"device is {name!r}, but the model is on {model.device}")
+    return model.device
+
+
 def current(device: torch.device) -> AbstractContextManager[object]:
     """Make a GPU the current one of this thread, which is the one that Triton launches on."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def choose_backend(facts: ModelFacts, name: str, device: torch.device) -> AttentionBackend:
-    """Return the attention backend of that name; ConfigError if it cannot serve the model there."""
+def choose_backend(
+    facts: ModelFacts, name: str, device: torch.device, *, batch_invariant: bool = False
+) -> AttentionBackend:
+    """Return the attention backend of that name; ConfigError if it cannot serve the model there.
+
+    Args:
+        batch_invariant: see `EngineConfig.batch_invariant_attention`.
+    """
     try:
-        backend = get_backend(cast(BackendName, name), facts.dtype, device)
+        backend = get_backend(
+            cast(BackendName, name), facts.dtype, device, batch_invariant=batch_invariant
+        )
     except ValueError as error:
         raise ConfigError(f"attention_backend: {error}") from None
     reason = backend.supports(facts.dtype, facts.head_dim, facts.num_heads, facts.num_kv_heads)

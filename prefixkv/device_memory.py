@@ -8,6 +8,7 @@ import torch
 from prefixkv.config import EngineConfig
 from prefixkv.errors import ConfigError
 from prefixkv.kernels.plan_options import PlanOptions
+from prefixkv.memory import Memory, memory_of
 from prefixkv.model import LanguageModel
 from prefixkv.sampling import Sampler, SamplingRow
 from prefixkv.sampling_params import SamplingParams
@@ -18,7 +19,7 @@ _GIB = 2**30
 class DeviceMemory(Protocol):
     """What there is to know of the memory of a device, in bytes."""
 
-    def total_and_free(self) -> tuple[int, int]:
+    def now(self) -> Memory:
         """All of it, and what no process holds."""
         ...
 
@@ -33,11 +34,10 @@ class CudaMemory:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def total_and_free(self) -> tuple[int, int]:
+    def now(self) -> Memory:
         """See `DeviceMemory`; first gives back what torch only keeps in reserve."""
         torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(self._device)
-        return total, free
+        return memory_of(self._device)
 
     def peak_of(self, run: Callable[[], None]) -> int:
         """See `DeviceMemory`; counts what torch allocates."""
@@ -59,7 +59,7 @@ def bytes_for_cache(
     """
     step = memory.peak_of(lambda: _run_largest_step(model, config))
     step += _partial_bytes(model, config, options)
-    total, free = memory.total_and_free()
+    total, free = memory.now()
     share = int(total * config.gpu_memory_utilization)
     left = share - (total - free) - step
     if left <= 0:
@@ -103,5 +103,6 @@ def _partial_bytes(model: LanguageModel, config: EngineConfig, options: PlanOpti
     if options is None or options.chunk_tokens is None:
         return 0
     length = min(config.max_model_len or model.facts.max_context, model.facts.max_context)
-    num_partials = config.max_num_seqs * -(-length // options.chunk_tokens)
+    rows = config.max_num_batched_tokens if options.split_prompts else config.max_num_seqs
+    num_partials = rows * -(-length // options.chunk_tokens)
     return num_partials * options.partial_bytes // 2  # which are written and read again

@@ -23,7 +23,7 @@ from prefixkv.attention_step import StepAttention
 from prefixkv.beam_search import BeamSearch
 from prefixkv.cache_control import CacheControl
 from prefixkv.config import EngineConfig
-from prefixkv.device import choose_backend, choose_device, current
+from prefixkv.device import choose_backend, choose_device, current, device_of
 from prefixkv.engine_stats import read_stats
 from prefixkv.errors import (
     ConfigError,
@@ -73,8 +73,13 @@ class Engine:
         self.model = model
         self.tokenizer: Tokenizer = model.tokenizer
         self.config = config
-        self.device = _device_of(model, config)
-        self.backend = choose_backend(facts, config.attention_backend, self.device)
+        self.device = device_of(model, config.device)
+        self.backend = choose_backend(
+            facts,
+            config.attention_backend,
+            self.device,
+            batch_invariant=config.batch_invariant_attention,
+        )
         self._plan_options = self.backend.plan_options(
             facts.dtype, facts.head_dim, facts.num_heads, facts.num_kv_heads, config.block_size
         )
@@ -521,14 +526,6 @@ class Engine:
             raise InvariantViolation(
                 f"engine: {len(branches)} branches are open, {len(queued)} are queued"
             )
-
-
-def _device_of(model: LanguageModel, config: EngineConfig) -> torch.device:
-    """Return where the model is. Raises ConfigError if it is to be somewhere else."""
-    wanted = model.device if config.device == "auto" else choose_device(config.device)
-    if (wanted.type, wanted.index or 0) != (model.device.type, model.device.index or 0):
-        raise ConfigError(f"device is {config.device!r}, but the model is on {model.device}")
-    return model.device
 
 
 def _all_by_branch(rows: torch.Tensor, inputs: StepInputs) -> list[bool]:

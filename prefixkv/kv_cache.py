@@ -10,12 +10,12 @@ nobody wrote holds anything, and plans never name it. Block 0 is the padding blo
 from dataclasses import dataclass
 from typing import Self
 
-import psutil
 import torch
 from torch import Tensor
 
 from prefixkv.config import require_block_size
 from prefixkv.errors import ConfigError
+from prefixkv.memory import memory_of
 
 # the padding block and one to use
 MIN_BLOCKS = 2
@@ -101,7 +101,7 @@ class KVCache:
         if num_blocks < MIN_BLOCKS:
             raise ConfigError(f"num_blocks is {num_blocks}; it must be at least {MIN_BLOCKS}")
         needed_bytes = num_blocks * shape.block_bytes
-        available_bytes = _available_bytes(device)
+        available_bytes = memory_of(device).free
         if needed_bytes > available_bytes:
             raise ConfigError(
                 f"{num_blocks} blocks of {shape.block_bytes} bytes need "
@@ -125,9 +125,3 @@ class KVCache:
     def fill(self, value: float) -> None:
         """Overwrite every slot; for tests that nothing unwritten is read."""
         self.pool.fill_(value)
-
-
-def _available_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return psutil.virtual_memory().available

@@ -1,11 +1,10 @@
 """How large the pool is, for a model and what was asked."""
 
-import psutil
-
 from prefixkv.config import EngineConfig
 from prefixkv.device_memory import CudaMemory, bytes_for_cache
 from prefixkv.kernels.plan_options import PlanOptions
 from prefixkv.kv_cache import KVCacheShape
+from prefixkv.memory import memory_of
 from prefixkv.model import LanguageModel, ModelFacts
 
 DEFAULT_SHARE = 0.25  # of the memory that is free, for a pool whose size nobody gave
@@ -44,7 +43,7 @@ def size_pool(
         num_bytes = bytes_for_cache(model, config, options, CudaMemory(model.device))
         reason = f" (of {config.gpu_memory_utilization:.0%} of the GPU's memory)"
     else:
-        num_bytes = int(psutil.virtual_memory().available * DEFAULT_SHARE)
+        num_bytes = int(memory_of(model.device).free * DEFAULT_SHARE)
         reason = " (a quarter of the free memory)"
     return shape, shape.num_blocks_in(num_bytes), reason
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 
 COMMON = settings(deadline=None, stateful_step_count=50, suppress_health_check=list(HealthCheck))
-settings.register_profile("default", COMMON, max_examples=500, derandomize=True)
+settings.register_profile("default", COMMON, max_examples=200, derandomize=True)
 settings.register_profile("thorough", COMMON, max_examples=20_000)
 # where a first failure is enough, however long it is
 FIRST = [Phase.explicit, Phase.generate]

@@ -4,6 +4,10 @@ For each, the two likeliest tokens are at least 2e-3 apart in their logits at al
 (found by trying; asserted by the test), so that no order of summation can change the answer.
 """
 
+from collections.abc import Sequence
+
+import torch
+
 MIN_MARGIN = 2e-3
 NUM_TOKENS = 32
 
@@ -33,3 +37,14 @@ PROMPTS = [
     "The mitochondria is the",
     "An electron has a negative charge, and a proton has",
 ]
+
+
+def left_padded(prompts: Sequence[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and attention mask, as `transformers.generate` wants several prompts at once.
+
+    For the reference: it reads the weights once a step, not once a step and prompt.
+    """
+    width = max(map(len, prompts))
+    ids = [[0] * (width - len(prompt)) + prompt for prompt in prompts]
+    mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    return torch.tensor(ids), torch.tensor(mask)

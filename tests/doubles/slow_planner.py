@@ -1,5 +1,6 @@
 """A planner that is slow and plain: the oracle of `build_plans`."""
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -64,6 +65,11 @@ def read_positions(plan: Plan) -> list[dict[int, list[int]]]:
     return found
 
 
+def whole_rows(options: PlanOptions) -> float:
+    """Sequences of more query tokens are read as a whole."""
+    return math.inf if options.split_prompts else options.tile_rows
+
+
 def find_nodes(batch: Batch, options: PlanOptions) -> list[Node]:
     """All shared runs, inner ones first: sequences with equal block ids at the front."""
     granule = batch.block_size
@@ -74,7 +80,7 @@ def find_nodes(batch: Batch, options: PlanOptions) -> list[Node]:
         groups: dict[tuple[int, ...], set[int]] = defaultdict(set)
         for i, table in enumerate(batch.tables):
             first_row = batch.context_lens[i] - batch.query_lens[i]
-            if options.share and batch.query_lens[i] <= options.tile_rows and end <= first_row:
+            if options.share and batch.query_lens[i] <= whole_rows(options) and end <= first_row:
                 groups[tuple(table[: end // batch.block_size])].add(i)
         for members in groups.values():
             if len(members) > 1:
@@ -166,7 +172,7 @@ class SlowPlanner:
         chunk = self.options.chunk_tokens
         if len(members) == 1:
             (i,) = members
-            if self.batch.query_lens[i] > self.options.tile_rows:
+            if self.batch.query_lens[i] > whole_rows(self.options):
                 chunk = None
         while begin < end:
             piece_end = end if chunk is None else min(end, (begin // chunk + 1) * chunk)

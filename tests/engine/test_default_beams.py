@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import transformers as hf
-from default_model_prompts import PROMPTS
+from default_model_prompts import PROMPTS, left_padded
 from engine_runs import assert_idle
 
 from prefixkv import default_model
@@ -59,19 +59,29 @@ def prompts() -> list[list[int]]:
     return [engine().tokenizer.encode(text) for text in PROMPTS[:6]]
 
 
-@cache
 def reference(case: Case, number: int, end: int | None) -> tuple[list[list[int]], list[float]]:
     """Token ids, cut behind the end token, and scores."""
-    prompt = prompts()[number]
+    if end is not None:
+        return generate(case, (number,), end)
+    beams = slice(number * case.width, (number + 1) * case.width)
+    token_ids, scores = generate(case, tuple(range(len(prompts()))), None)
+    return token_ids[beams], scores[beams]
+
+
+@cache
+def generate(
+    case: Case, numbers: tuple[int, ...], end: int | None
+) -> tuple[list[list[int]], list[float]]:
+    """The beams of these prompts, one after the other."""
+    ids, mask = left_padded([prompts()[number] for number in numbers])
     output = reference_model().generate(
-        torch.tensor([prompt]),
-        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+        ids, attention_mask=mask,
         max_new_tokens=T, do_sample=False, num_beams=case.width, num_return_sequences=case.width,
         length_penalty=case.penalty, early_stopping=case.stopping, eos_token_id=end,
         pad_token_id=0, return_dict_in_generate=True, output_scores=True,
     )  # fmt: skip
-    found = [row[len(prompt) :].tolist() for row in output.sequences]
-    cut = [ids[: ids.index(end) + 1] if end in ids else ids for ids in found]
+    found = output.sequences[:, ids.shape[1] :].tolist()
+    cut = [row[: row.index(end) + 1] if end in row else row for row in found]
     return cut, output.sequences_scores.tolist()
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from prefixkv.device import choose_backend, choose_device
 from prefixkv.device_memory import bytes_for_cache
 from prefixkv.errors import ConfigError
 from prefixkv.kernels.plan_options import PlanOptions
+from prefixkv.memory import Memory
 from prefixkv.model import LanguageModel
 from prefixkv.sampling_params import SamplingParams
 
@@ -118,8 +120,8 @@ class FakeMemory:
         self.used = used
         self.was_run = False
 
-    def total_and_free(self) -> tuple[int, int]:
-        return 1_000_000, 1_000_000 - self.used
+    def now(self) -> Memory:
+        return Memory(1_000_000, 1_000_000 - self.used)
 
     def peak_of(self, run: Callable[[], None]) -> int:
         run()
@@ -128,7 +130,10 @@ class FakeMemory:
 
 
 def test_the_pool_gets_what_weights_and_a_step_leave() -> None:
-    """The share, less what is in use, the largest step, and partials of 2 requests of 5 chunks."""
+    """The share, less what is in use, the largest step, and partials of 2 requests of 5 chunks.
+
+    Where prompts are split, partials of all tokens of a step.
+    """
     model = LanguageModel.from_transformers(tiny_model(), byte_tokenizer())
     config = EngineConfig(gpu_memory_utilization=0.5, max_num_seqs=2, max_model_len=80)
     options = PlanOptions(token_bytes=8, partial_bytes=200, tile_rows=4, chunk_tokens=16)
@@ -136,6 +141,9 @@ def test_the_pool_gets_what_weights_and_a_step_leave() -> None:
     found = bytes_for_cache(model, config, options, memory)
     assert found == 500_000 - 300_000 - 50_000 - 2 * 5 * 100
     assert memory.was_run
+    config = replace(config, max_num_batched_tokens=20)
+    found = bytes_for_cache(model, config, replace(options, split_prompts=True), memory)
+    assert found == 500_000 - 300_000 - 50_000 - 20 * 5 * 100
 
 
 def test_a_share_that_leaves_nothing_is_refused_with_the_arithmetic() -> None:

@@ -126,7 +126,7 @@ def test_the_pool_takes_a_quarter_of_free_memory_and_says_so(
     free = 64 * 2**20
 
     class Memory:
-        available = free
+        total = available = free
 
     monkeypatch.setattr("psutil.virtual_memory", Memory)
     with caplog.at_level(logging.INFO, "prefixkv"):

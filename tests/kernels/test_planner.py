@@ -70,6 +70,7 @@ def options_for(draw: st.DrawFn, block_size: int, share: bool = True) -> PlanOpt
         chunk_tokens=None if chunk_blocks is None else chunk_blocks * block_size,
         fixed_chunks=chunk_blocks is not None and draw(st.booleans()),
         share=share,
+        split_prompts=draw(st.booleans()),
     )
 
 

@@ -41,7 +41,7 @@ SPOILING = [
     for value in (float("nan"), float("inf"), float("-inf"))
 ]
 
-ENOUGH_EXAMPLES = 500
+ENOUGH_EXAMPLES = 200
 SITUATIONS = [
     *(f"{error.__name__} in {where}" for where, error in RAISING),
     *(f"{error.__name__} in copies" for error in (RuntimeError, KeyboardInterrupt)),

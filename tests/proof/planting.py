@@ -10,6 +10,7 @@ Each bug gets a process of its own, forked before anything of prefixkv is import
 
 import argparse
 import contextlib
+import gc
 import importlib
 import io
 import json
@@ -34,9 +35,9 @@ import pytest
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 WORKERS = 2
-SLOW_TO_IMPORT = [  # the last is for torch.testing.assert_close
-    "torch", "numba", "triton", "transformers.models.llama.modeling_llama",
-    "torch.distributed.tensor",
+SLOW_TO_IMPORT = [
+    "torch", "numba", "triton", "transformers.models.llama.modeling_llama", "hypothesis.stateful",
+    "torch.distributed.tensor",  # for torch.testing.assert_close
 ]  # fmt: skip
 PLAIN = [
     f"core/test_{noun}.py"
@@ -44,13 +45,13 @@ PLAIN = [
 ]
 MACHINES = ["core/test_scheduler_machine.py", "core/test_cache_stateful.py"]
 TESTS = {"all": PLAIN + MACHINES, "plain": PLAIN, "machines": MACHINES}
-ENGINE = [  # where the engine's rules are tried in the smallest case
-    "engine/test_branches.py::test_each_sample_is_what_it_is_alone_and_costs_its_own_tokens_only",
+ENGINE = [  # where the engine's rules are tried in the smallest case; the quickest first
     "engine/test_engine.py::test_salts_separate_and_the_same_salt_shares",
-    "engine/test_engine.py::test_a_request_with_values_not_finite_fails_alone",
-    "engine/test_branches.py::test_an_interrupt_at_any_moment_loses_no_branch",
-    "engine/test_branches.py::test_new_weights_and_resets_meet_branches_in_flight",
     "proof/test_fault_accounts.py::test_blocks_that_a_failed_step_filled_are_not_found",
+    "engine/test_engine.py::test_a_request_with_values_not_finite_fails_alone",
+    "engine/test_branches.py::test_new_weights_and_resets_meet_branches_in_flight",
+    "engine/test_branches.py::test_an_interrupt_at_any_moment_loses_no_branch",
+    "engine/test_branches.py::test_each_sample_is_what_it_is_alone_and_costs_its_own_tokens_only",
 ]
 OF_A_BUG = {  # for bugs that the tests of the core cannot see
     "engine": ENGINE,
@@ -202,13 +203,12 @@ def judge(bug: str, tests: Sequence[str], limit_s: int) -> Verdict:
     signal.alarm(limit_s)
     first, output, began = FirstFailure(), io.StringIO(), time.monotonic()
     command = ["-x", "-q", "--no-header", "--tb=line", "-p", "no:cacheprovider"]
-    command += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of what was imported before
+    command.append("--assert=plain")  # rewriting takes longer than these tests
     if bug:
         planted = load_bugs()[bug]
         tests = OF_A_BUG.get(planted.tests, tests)
         if planted.module in TRITON:
             tests = [f"kernels/{test}" for test in TRITON[planted.module]]
-            command.append("--assert=plain")  # rewriting takes longer than these tests
     command += [str(ROOT / "tests" / test) for test in tests]
     with contextlib.redirect_stdout(output):
         exit_code = pytest.main([f"--rootdir={ROOT}", *command], plugins=[first])
@@ -220,8 +220,10 @@ def judge_all(bugs: Sequence[str], tests: Sequence[str], limit_s: int) -> Iterat
     """Judge several bugs, two at a time, in order."""
     os.chdir(ROOT)
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # of installed ones none is needed
     for name in SLOW_TO_IMPORT:  # once, instead of in every process
         importlib.import_module(name)
+    gc.freeze()  # what is imported stays: no collection in a bug's process looks at it
     context = multiprocessing.get_context("fork")
     with context.Pool(WORKERS, maxtasksperchild=1) as pool:
         yield from pool.imap(partial(judge, tests=tests, limit_s=limit_s), bugs, chunksize=1)

@@ -68,7 +68,7 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # to start one takes 10 s; who counts hits salts
 def tiny_server(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server of the tiny model with a pool of 64 blocks of 4 tokens."""
     log = tmp_path_factory.mktemp("log") / "server.log"

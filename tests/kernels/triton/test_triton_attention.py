@@ -233,7 +233,7 @@ def test_with_one_tile_grouping_changes_no_bit(
     make_forest: "MakeForest", dtype: torch.dtype
 ) -> None:
     """Fixed chunks, and nodes whose rows would take another tile than a row alone."""
-    backend = TritonBackend(one_tile=True)
+    backend = TritonBackend(batch_invariant=True)
     options = PlanOptions(
         token_bytes=1000, partial_bytes=1, tile_rows=16, chunk_tokens=16, fixed_chunks=True
     )

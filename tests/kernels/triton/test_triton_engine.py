@@ -4,11 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+from engine_company import COMPANY, alone, together
 from engine_runs import outputs_of, poison
 from tiny_models import tiny_engine, tiny_model
 
 from prefixkv.engine import Engine
-from prefixkv.kernels import upload
+from prefixkv.kernels import triton_backend, upload
 from prefixkv.sampling_params import SamplingParams
 
 SHARED = list(range(5, 16))  # 11 tokens: 2 blocks of 4, and 3 tokens of a third
@@ -78,3 +79,12 @@ def test_copies_are_uploaded_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     staged.clear()
     engine.step()
     assert staged[:2] == [1, 4 + 8]  # what is drawn at random needs its numbers beside
+
+
+def test_company_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request alone, cold and whole says what it says in chunks, beside those it shares with."""
+    monkeypatch.setattr(triton_backend, "PLAN_CHUNK", 8)
+    options: dict[str, Any] = {"attention_backend": "triton", "batch_invariant_attention": True}
+
+    prompts = COMPANY[1:3]  # that is enough of what takes the interpreter long
+    assert together(torch.float32, prompts, **options) == alone(torch.float32, prompts, **options)
