@@ -16,7 +16,9 @@ from prefixkv.api.health import health_router
 from prefixkv.api.models import models_router
 from prefixkv.api.openapi import describe_api
 from prefixkv.api.request_id import RequestIds
+from prefixkv.api.responses import responses_router
 from prefixkv.api.service import Service
+from prefixkv.api.token_memory import TOKEN_MEMORY_BYTES, TokenMemory
 from prefixkv.api.tokenization import tokenization_router
 from prefixkv.errors import PrefixKVError
 
@@ -28,6 +30,7 @@ def create_app(
     served_model_names: Sequence[str],
     *,
     max_body_bytes: int = MAX_BODY_BYTES,
+    token_memory_bytes: int = TOKEN_MEMORY_BYTES,
 ) -> FastAPI:
     """Return an ASGI application that serves `engine` in the shapes of OpenAI's API.
 
@@ -37,6 +40,7 @@ def create_app(
         engine: started by the application, or before.
         served_model_names: names that clients may ask for; the first is the default.
         max_body_bytes: larger request bodies are refused with 413 while they arrive.
+        token_memory_bytes: for answers as ids, which the next turn of a chat takes up; 0 for none.
 
     Raises:
         ConfigError: there is no name, or an empty one.
@@ -45,6 +49,7 @@ def create_app(
         engine=engine,
         served_model_names=tuple(dict.fromkeys(served_model_names)),
         max_body_bytes=max_body_bytes,
+        token_memory=TokenMemory(token_memory_bytes),
     )
 
     @asynccontextmanager
@@ -62,6 +67,7 @@ def create_app(
     )
     app.include_router(completions_router(service))
     app.include_router(chat_completions_router(service))
+    app.include_router(responses_router(service))
     app.include_router(models_router(service))
     app.include_router(tokenization_router(service))
     app.include_router(health_router(service))

@@ -1,5 +1,7 @@
 """POST /v1/chat/completions."""
 
+from functools import partial
+
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -8,12 +10,17 @@ from prefixkv.api.bodies import chat_body
 from prefixkv.api.body import parse_object
 from prefixkv.api.endpoint import Job, Shape, answer, read_job
 from prefixkv.api.logprobs import ChatLogprobs
-from prefixkv.api.messages import chat_prompt
+from prefixkv.api.messages import render, require_tokens
 from prefixkv.api.schemas import ChatCompletionRequest, parse_request
 from prefixkv.api.service import Service
 from prefixkv.api.streaming import ChatChunks
+from prefixkv.api.tenant import Tenant, tenant_of
+from prefixkv.api.token_memory import ChatTokens
+from prefixkv.api.told_tokens import told_tokens
 from prefixkv.api.unsupported import UNSUPPORTED_IN_CHATS, refuse_unsupported
 from prefixkv.errors import InvalidRequest
+from prefixkv.outputs import BranchOutput
+from prefixkv.sampling_params import SamplingParams
 
 _SHAPE = Shape(
     "chatcmpl",
@@ -31,7 +38,7 @@ def chat_completions_router(service: Service) -> APIRouter:
     @router.post("/v1/chat/completions", response_model=None)
     async def create_chat_completion(request: Request) -> Response:
         """Answer the last message of a chat."""
-        job = await read_job(service, request, chat_job)
+        job = await read_job(service, request, partial(chat_job, tenant=tenant_of(request)))
         try:
             return await answer(service, request, job, _SHAPE)
         except InvalidRequest as error:
@@ -43,7 +50,7 @@ def chat_completions_router(service: Service) -> APIRouter:
     return router
 
 
-def chat_job(service: Service, raw: bytes) -> Job:
+def chat_job(service: Service, raw: bytes, tenant: Tenant) -> Job:
     """Make a job of a body; takes time proportional to the text.
 
     Raises:
@@ -56,4 +63,19 @@ def chat_job(service: Service, raw: bytes) -> Job:
     service.unknown_fields.note((request.model_extra or {}).keys() - UNSUPPORTED_IN_CHATS)
     model = service.resolve_model(request.model)
     params = service.sampling_params(request, default_max_tokens=None)
-    return Job([chat_prompt(request, service.engine.tokenizer)], params, request, model)
+    tokenizer = service.engine.tokenizer
+    salt = tenant.salt_for(request.cache_salt)
+    chat = service.token_memory.tokens(render(request, tokenizer), salt, tokenizer)
+    require_tokens(chat.token_ids)
+    note = partial(remember_answer, service, chat, params)
+    return Job([chat.token_ids], params, request, model, note=note)
+
+
+def remember_answer(
+    service: Service, chat: ChatTokens, params: SamplingParams, output: BranchOutput
+) -> None:
+    """Keep the tokens of an answer to `chat` for its next turn; takes time for that answer only."""
+    tokenizer = service.engine.tokenizer
+    told = told_tokens(output, tokenizer, stop_included=params.include_stop_str_in_output)
+    if told is not None:
+        service.token_memory.remember(chat, output.text, told)

@@ -8,12 +8,13 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
+from prefixkv.api.answers import noted
 from prefixkv.api.bodies import Envelope, json_response
 from prefixkv.api.body import read_body
 from prefixkv.api.disconnect import unless_disconnected
 from prefixkv.api.echo import Echo, echoed
 from prefixkv.api.engine_interface import Tokenizer
-from prefixkv.api.generation import Deltas, IndexedDelta, collect, generate
+from prefixkv.api.generation import collect, first_of, generate
 from prefixkv.api.logprobs import LogprobsBody, prompt_logprobs_body
 from prefixkv.api.request_id import request_id_of
 from prefixkv.api.schemas import GenerationRequest
@@ -21,7 +22,7 @@ from prefixkv.api.service import Service
 from prefixkv.api.streaming import Chunks, EventStream, Told, events
 from prefixkv.api.tenant import tenant_of
 from prefixkv.cache_control import CacheControl
-from prefixkv.outputs import Completion
+from prefixkv.outputs import BranchOutput, Completion
 from prefixkv.sampling_params import SamplingParams
 
 # encoding more text than this takes longer than a hop to a thread and back, which costs a few
@@ -77,6 +78,8 @@ class Job:
     echoes: Sequence[Echo] = ()
     is_only_echo: bool = False
     cache_controls: Sequence[CacheControl] | None = None
+    note: Callable[[BranchOutput], object] | None = None
+    """Called with each whole answer, before the client sees its end."""
 
 
 MadeT = TypeVar("MadeT")
@@ -125,13 +128,15 @@ async def answer(service: Service, http_request: Request, job: Job, shape: Shape
     if job.echoes:
         num_top = job.request.num_logprobs
         deltas = echoed(deltas, job.echoes, num_top=num_top, is_all=job.is_only_echo)
+    if job.note is not None:
+        deltas = noted(deltas, job.note)
     if not job.request.stream:
         work = collect(deltas, len(job.prompts), job.params.n)
         completions = await unless_disconnected(http_request.receive, work)
         body = shape.body(envelope, completions, logprobs)
         _add_prompt_logprobs(body, shape, completions, job, service.engine.tokenizer)
         return json_response(body)
-    first = await unless_disconnected(http_request.receive, _first(deltas))
+    first = await unless_disconnected(http_request.receive, first_of(deltas))
     told = Told(
         shape.chunks(envelope, logprobs),
         num_prompts=len(job.prompts),
@@ -139,7 +144,3 @@ async def answer(service: Service, http_request: Request, job: Job, shape: Shape
         usage_at_finish=not job.request.includes_usage,
     )
     return EventStream(events(first, deltas, told))
-
-
-async def _first(deltas: Deltas) -> IndexedDelta:
-    return await anext(deltas)

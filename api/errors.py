@@ -48,6 +48,10 @@ class WrongMediaType(InvalidRequest):
     code = "unsupported_media_type"
 
 
+class ResponseNotFound(InvalidRequest):
+    """No stored response of this tenant has that id (any more)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     """How one kind of error is told to the client."""
@@ -62,6 +66,7 @@ ANSWERS: Mapping[type[Exception], Answer] = MappingProxyType(
     {
         InvalidRequest: Answer(400, "invalid_request_error"),
         ModelNotFound: Answer(404, "not_found_error", "model_not_found"),
+        ResponseNotFound: Answer(404, "invalid_request_error"),
         StaleSequence: Answer(409, "conflict_error", "stale_sequence"),
         BodyTooLarge: Answer(413, "invalid_request_error"),
         WrongMediaType: Answer(415, "invalid_request_error"),

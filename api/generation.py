@@ -50,6 +50,11 @@ def generate(
     )
 
 
+async def first_of(deltas: Deltas) -> IndexedDelta:
+    """Wait for the first delta: what the engine refuses is raised here."""
+    return await anext(deltas)
+
+
 async def collect(deltas: Deltas, num_prompts: int, num_outputs: int = 1) -> list[Completion]:
     """Run `deltas` to the end; return one completion per prompt, with `num_outputs` outputs."""
     completions = [

@@ -3,6 +3,7 @@
 import inspect
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from prefixkv.api.engine_interface import Tokenizer
@@ -32,28 +33,81 @@ _RESERVED_KWARGS = frozenset(
 )
 
 
+@dataclass(frozen=True, slots=True)
+class RenderedChat:
+    """A chat as its template lays it out.
+
+    Attributes:
+        messages: normalised, as the template saw them.
+        template_kwargs: what the client set of the template's variables.
+        is_open: whether the answer goes on with the last message instead of being one of its own.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    text: str
+    template_kwargs: Mapping[str, Any]
+    is_open: bool = False
+
+
 def chat_prompt(request: ChatCompletionRequest, tokenizer: Tokenizer) -> list[int]:
-    """Render the chat of `request` to token ids.
+    """Return the token ids of a chat, as the tokenizer alone makes them; raises as `render`."""
+    ids = tokenizer.encode(render(request, tokenizer).text, add_special_tokens=False)
+    require_tokens(ids)
+    return ids
+
+
+def render(request: ChatCompletionRequest, tokenizer: Tokenizer) -> RenderedChat:
+    """Lay out the chat of `request`.
 
     Raises:
         InvalidRequest: the messages, or how to render them, are wrong.
     """
-    messages = normalized(request.messages)
-    kwargs = _template_kwargs(request, tokenizer)
     continues = bool(request.continue_final_message)
+    kwargs = checked_template_kwargs(request.chat_template_kwargs)
+    if continues:
+        _require_continuing(request, tokenizer)
     add_generation_prompt = request.add_generation_prompt
     if add_generation_prompt is None:
         add_generation_prompt = not continues
+    messages = normalized(request.messages)
+    continuing = {"continue_final_message": True} if continues else {}
+    text = chat_text(messages, tokenizer, add_generation_prompt, **kwargs, **continuing)
+    return RenderedChat(messages, text, kwargs, is_open=continues)
+
+
+def chat_text(
+    messages: Sequence[Mapping[str, Any]],
+    tokenizer: Tokenizer,
+    add_generation_prompt: bool = True,
+    **template_kwargs: Any,
+) -> str:
+    """Return what the template makes of normalised messages.
+
+    Raises:
+        InvalidRequest: it refuses them.
+    """
     try:
-        ids = tokenizer.render_chat(messages, add_generation_prompt, **kwargs)
+        return tokenizer.chat_text(messages, add_generation_prompt, **template_kwargs)
     except RecursionError:
         raise InvalidRequest("messages are nested too deeply.", "messages") from None
     except InvalidRequest as error:
         error.param = error.param or "messages"
         raise
-    if not ids:
+
+
+def checked_template_kwargs(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the template variables of a request; raises InvalidRequest for the renderer's own."""
+    kwargs = dict(given or {})
+    for name in sorted(kwargs.keys() & _RESERVED_KWARGS):
+        param = f"chat_template_kwargs.{name}"
+        raise InvalidRequest(f"{param} cannot be set there.", param)
+    return kwargs
+
+
+def require_tokens(token_ids: Sequence[int]) -> None:
+    """Raise InvalidRequest for a chat that rendered to nothing."""
+    if not token_ids:
         raise InvalidRequest("messages render to no tokens.", "messages")
-    return ids
 
 
 def normalized(messages: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
@@ -110,21 +164,9 @@ def _parsed_arguments(arguments: str) -> Any:
     return parsed if isinstance(parsed, dict) else arguments
 
 
-def _template_kwargs(request: ChatCompletionRequest, tokenizer: Tokenizer) -> dict[str, Any]:
-    kwargs = dict(request.chat_template_kwargs or {})
-    for name in sorted(kwargs.keys() & _RESERVED_KWARGS):
-        param = f"chat_template_kwargs.{name}"
-        raise InvalidRequest(f"{param} cannot be set there.", param)
-    if request.continue_final_message:
-        if request.add_generation_prompt:
-            raise InvalidRequest(
-                "continue_final_message and add_generation_prompt exclude each other.",
-                "continue_final_message",
-            )
-        if "continue_final_message" not in inspect.signature(tokenizer.render_chat).parameters:
-            raise InvalidRequest(
-                "continue_final_message is true; this model's tokenizer cannot do that.",
-                "continue_final_message",
-            )
-        kwargs["continue_final_message"] = True
-    return kwargs
+def _require_continuing(request: ChatCompletionRequest, tokenizer: Tokenizer) -> None:
+    param = "continue_final_message"
+    if request.add_generation_prompt:
+        raise InvalidRequest(f"{param} and add_generation_prompt exclude each other.", param)
+    if param not in inspect.signature(tokenizer.chat_text).parameters:
+        raise InvalidRequest(f"{param} is true; this model's tokenizer cannot do that.", param)

@@ -6,7 +6,9 @@ from typing import Any
 
 from prefixkv.api.engine_interface import ServingEngine
 from prefixkv.api.prompts import require_token_ids
+from prefixkv.api.response_store import ResponseStore
 from prefixkv.api.schemas import GenerationRequest
+from prefixkv.api.token_memory import TokenMemory
 from prefixkv.api.unknown_fields import UnknownFields
 from prefixkv.errors import ConfigError, ModelNotFound
 from prefixkv.sampling_params import SamplingParams
@@ -41,6 +43,8 @@ class Service:
     served_model_names: tuple[str, ...]
     max_body_bytes: int
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
+    token_memory: TokenMemory = field(default_factory=TokenMemory)
+    responses: ResponseStore = field(default_factory=ResponseStore)
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:

@@ -16,16 +16,16 @@ BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 class ContinuingTokenizer(ByteTokenizer):
     """Can go on with the last message."""
 
-    def render_chat(
+    def chat_text(
         self,
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         *,
         continue_final_message: bool = False,
         **template_kwargs: Any,
-    ) -> list[int]:
+    ) -> str:
         """Return what it was asked for."""
-        return self.encode(f"{add_generation_prompt} {continue_final_message}")
+        return f"{add_generation_prompt} {continue_final_message}"
 
 
 class BrokenTokenizer(ByteTokenizer):
@@ -34,11 +34,11 @@ class BrokenTokenizer(ByteTokenizer):
     def __init__(self, error: Exception | None) -> None:
         self._error = error
 
-    def render_chat(self, *args: Any, **kwargs: Any) -> list[int]:
+    def chat_text(self, *args: Any, **kwargs: Any) -> str:
         """Raise the error, if any."""
         if self._error is not None:
             raise self._error
-        return []
+        return ""
 
 
 def test_a_tokenizer_that_can_continues_the_last_message() -> None:

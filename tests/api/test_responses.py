@@ -1,0 +1,429 @@
+"""/v1/responses: shapes by the SDK's own types, stored conversations, and what is refused."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai.types.responses import Response, ResponseItem, ResponseStreamEvent
+from pydantic import TypeAdapter
+from starlette.testclient import TestClient
+from starlette.types import Receive, Scope, Send
+
+from prefixkv.api.app import create_app
+from prefixkv.api.response_store import ResponseStore, StoredResponse, turns_of
+from prefixkv.api.tenant import SCOPE_KEY, Tenant
+from prefixkv.api.transcript import transcript_of
+from prefixkv.errors import QueueFull
+from tests.api.fake_engine import ALPHABET, FakeEngine
+
+URL = "/v1/responses"
+EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+ITEM: TypeAdapter[Any] = TypeAdapter(ResponseItem)
+
+
+@pytest.fixture
+def sdk(port: int) -> Iterator[openai.OpenAI]:
+    """Return the SDK pointed at the server."""
+    base_url = f"http://127.0.0.1:{port}/v1"
+    with openai.OpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=20) as sdk:
+        yield sdk
+
+
+def create(client: httpx.Client, **body: Any) -> dict[str, Any]:
+    """Return a response that is valid by the SDK's types, all members strict."""
+    answer = client.post(URL, json={"input": "hi", "max_output_tokens": 3, **body})
+    assert answer.status_code == 200, answer.text
+    parsed: dict[str, Any] = answer.json()
+    Response.model_validate(parsed, strict=True)
+    return parsed
+
+
+def stream(client: httpx.Client, **body: Any) -> list[dict[str, Any]]:
+    """Return the events of a response, each valid and numbered, named alike in line and data."""
+    answer = client.post(URL, json={"input": "hi", "stream": True, "max_output_tokens": 3, **body})
+    assert answer.headers["content-type"].startswith("text/event-stream"), answer.text
+    events = []
+    for event in answer.text.split("\n\n")[:-1]:
+        name, data = event.split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+        EVENT.validate_python(events[-1], strict=True)
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    return events
+
+
+def text_of(response: dict[str, Any]) -> str:
+    """Return the answer."""
+    text: str = response["output"][0]["content"][0]["text"]
+    return text
+
+
+def with_content(content: Any) -> dict[str, Any]:
+    """Return the fields of a request with one message."""
+    return {"input": [{"role": "user", "content": content}]}
+
+
+def test_a_response_has_every_key_clients_read(client: httpx.Client) -> None:
+    """The whole object, with what counts where the request says nothing."""
+    body = create(client)
+    name = body.pop("id").removeprefix("resp_")
+
+    assert isinstance(body.pop("created_at"), int)
+    assert body == {
+        "object": "response",
+        "completed_at": None,
+        "status": "incomplete",
+        "error": None,
+        "incomplete_details": {"reason": "max_output_tokens"},
+        "model": "m",
+        "output": [
+            {
+                "id": f"msg_{name}",
+                "type": "message",
+                "status": "incomplete",
+                "role": "assistant",
+                "content": [
+                    {"type": "output_text", "text": "abc", "annotations": [], "logprobs": []}
+                ],
+            }
+        ],
+        "usage": {
+            "input_tokens": 20,
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens": 3,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": 23,
+        },
+        "background": False,
+        "instructions": None,
+        "max_output_tokens": 3,
+        "max_tool_calls": None,
+        "metadata": {},
+        "parallel_tool_calls": True,
+        "previous_response_id": None,
+        "prompt_cache_key": None,
+        "reasoning": {"effort": None, "summary": None},
+        "safety_identifier": None,
+        "service_tier": "default",
+        "store": True,
+        "temperature": 1.0,
+        "text": {"format": {"type": "text"}},
+        "tool_choice": "auto",
+        "tools": [],
+        "top_logprobs": 0,
+        "top_p": 1.0,
+        "truncation": "disabled",
+        "user": None,
+    }
+
+
+def test_a_stream_tells_the_same_as_a_whole_response(client: httpx.Client) -> None:
+    """The documented events in order; the last one holds what a plain request would get."""
+    fields: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    whole = create(client, **fields, stop="c")
+    events = stream(client, **fields, stop="c")
+    names = [event["type"].removeprefix("response.") for event in events]
+
+    assert names == [
+        "created", "in_progress", "output_item.added", "content_part.added",
+        "output_text.delta", "output_text.delta", "output_text.delta",
+        "output_text.done", "content_part.done", "output_item.done", "completed",
+    ]  # fmt: skip
+    deltas = [event for event in events if "delta" in event]
+    assert "".join(event["delta"] for event in deltas) == text_of(whole) == "ab"
+    final = events[-1]["response"]
+    assert final["status"] == whole["status"] == "completed"
+    part = final["output"][0]["content"][0]
+    assert part == whole["output"][0]["content"][0]
+    assert [entry for event in deltas for entry in event["logprobs"]] == part["logprobs"]
+    assert [len(entry["top_logprobs"]) for entry in part["logprobs"]] == [2, 2, 2]
+    assert stream(client)[-1]["type"] == "response.incomplete"
+    ignored = ("id", "created_at", "completed_at", "output", "usage")
+    assert {k: v for k, v in final.items() if k not in ignored} == {
+        k: v for k, v in whole.items() if k not in ignored
+    }
+
+
+def test_the_sdk_speaks_it(sdk: openai.OpenAI, engine: FakeEngine) -> None:
+    """Whole, streamed, through its accumulator, stored, listed, deleted, and its own errors."""
+    stop: Any = {"extra_body": {"stop": "d", "seed": 1}}
+    first = sdk.responses.create(model="m", input="hi", instructions="be nice", **stop)
+    assert first.output_text == "abc"
+    assert sdk.responses.retrieve(first.id).output_text == "abc"
+    (item,) = sdk.responses.input_items.list(first.id).data
+    assert item.type == "message"
+    going_on: Any = {"previous_response_id": first.id, **stop}
+    with sdk.responses.stream(model="m", input="on", **going_on) as events:
+        list(events)
+        final = events.get_final_response()
+    assert final.output_text == "abc"
+    chunks = sdk.responses.create(model="m", input="hi", stream=True)
+    assert "".join(c.delta for c in chunks if c.type == "response.output_text.delta") == ALPHABET
+    with pytest.raises(openai.BadRequestError, match="synchronous"):
+        sdk.responses.cancel(first.id)
+    sdk.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError):
+        sdk.responses.retrieve(first.id)
+    with pytest.raises(openai.NotFoundError) as gone:
+        sdk.responses.create(model="m", input="x", previous_response_id=first.id)
+    assert (gone.value.code, gone.value.param) == (
+        "previous_response_not_found",
+        "previous_response_id",
+    )
+    engine.error = QueueFull("full")
+    with pytest.raises(openai.RateLimitError):
+        sdk.responses.create(model="m", input="x", stream=True)
+    engine.error, engine.fail_after = None, 2
+    with pytest.raises(openai.APIError, match="The server failed"):
+        list(sdk.responses.create(model="m", input="x", stream=True))
+
+
+def test_a_stream_that_fails_says_so_twice(client: httpx.Client, engine: FakeEngine) -> None:
+    """A failed response, then the error itself; nothing is stored, and no secret told."""
+    engine.fail_after = 2
+    *_, failed, error = stream(client)
+
+    assert (failed["type"], failed["response"]["status"]) == ("response.failed", "failed")
+    assert failed["response"]["error"]["code"] == "server_error"
+    assert error["error"]["code"] == "internal_error"
+    assert "secret" not in json.dumps([failed, error])
+    assert client.get(f"{URL}/{failed['response']['id']}").status_code == 404
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        {"role": "user", "content": "hi"},
+        {"type": "message", "role": "user", "content": "hi"},
+        {"content": [{"type": "input_text", "text": "hi"}], "role": "user"},
+        {"content": [{"text": "h", "type": "text"}, {"type": "input_text", "text": "i"}],
+         "role": "user", "status": "completed", "id": "1"},
+    ],
+)  # fmt: skip
+def test_input_comes_in_many_spellings(
+    client: httpx.Client, engine: FakeEngine, item: dict[str, Any]
+) -> None:
+    """All render as a plain string does."""
+    create(client, input=[item], instructions="be nice")
+
+    assert engine.prompts == ["<system>be nice\n<user>hi\n<assistant>"]
+
+
+def test_a_history_of_tools_is_rendered_like_a_chats(
+    client: httpx.Client, engine: FakeEngine
+) -> None:
+    """Calls join the message before them, outputs are tool messages, reasoning is left out."""
+    calls = [
+        {"type": "function_call", "call_id": i, "name": "f", "arguments": '{"a":  1}', "id": "fc"}
+        for i in "12"
+    ]
+    wet = [{"type": "input_text", "text": "wet"}]
+    outputs = [
+        {"type": "function_call_output", "call_id": "1", "output": "sunny"},
+        {"type": "function_call_output", "call_id": "2", "output": wet},
+    ]  # fmt: skip
+    part = {"type": "output_text", "text": "so", "annotations": []}
+    said = {"type": "message", "role": "assistant", "id": "msg_1", "content": [part]}
+    reasoning = {"type": "reasoning", "id": "rs_1", "summary": []}
+    history = [{"role": "user", "content": "hi"}, reasoning, said, *calls, *outputs]
+    response = create(client, input=history)
+    function = {"name": "f", "arguments": '{"a": 1}'}
+    chat = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "so", "tool_calls": [
+            {"id": i, "type": "function", "function": function} for i in "12"]},
+        {"role": "tool", "tool_call_id": "1", "content": "sunny"},
+        {"role": "tool", "tool_call_id": "2", "content": "wet"},
+    ]  # fmt: skip
+    client.post("/v1/chat/completions", json={"messages": chat})
+
+    assert engine.prompts[0] == engine.prompts[1]
+    page = client.get(f"{URL}/{response['id']}/input_items?order=asc&limit=5").json()
+    for item in page["data"]:
+        ITEM.validate_python(item, strict=True)
+    kinds = [item["type"].removeprefix("function_") for item in page["data"]]
+    assert (kinds, page["has_more"]) == (
+        ["message", "message", "call", "call", "call_output"],
+        True,
+    )
+    rest = client.get(
+        f"{URL}/{response['id']}/input_items?order=asc&after={page['last_id']}"
+    ).json()
+    assert [item["output"] for item in rest["data"]] == ["wet"]
+    assert client.get(f"{URL}/{response['id']}/input_items?limit=0").status_code == 400
+
+
+def test_previous_responses_are_gone_on_from(client: httpx.Client, engine: FakeEngine) -> None:
+    """Twice: a fork. Instructions are those of the request, not of the response before."""
+    first = create(client, instructions="be nice", metadata={"k": "v"}, user="u")
+    for text in ("one", "two"):
+        second = create(
+            client, input=text, previous_response_id=first["id"], instructions="be nice"
+        )
+        assert second["previous_response_id"] == first["id"]
+        assert (
+            second["usage"]["input_tokens_details"]["cached_tokens"] >= 36
+        )  # the fake knows prompts
+    third = create(client, input="x", previous_response_id=second["id"], instructions="be rude")
+    create(client, input="y", previous_response_id=third["id"])
+    beginning = "<user>hi\n<assistant>abc\n<user>"
+
+    assert engine.prompts[1:] == [
+        f"<system>be nice\n{beginning}one\n<assistant>",
+        f"<system>be nice\n{beginning}two\n<assistant>",
+        f"<system>be rude\n{beginning}two\n<assistant>abc\n<user>x\n<assistant>",
+        f"{beginning}two\n<assistant>abc\n<user>x\n<assistant>abc\n<user>y\n<assistant>",
+    ]
+    stored = client.get(f"{URL}/{first['id']}")
+    assert client.get(f"{URL}/{first['id']}?stream=true").status_code == 400
+    assert (stored.json(), stored.headers["content-type"]) == (first, "application/json")
+
+
+def test_what_is_not_stored_cannot_be_found(client: httpx.Client) -> None:
+    """Declined, of another salt, or never there: the same 404."""
+    declined = create(client, store=False)
+    salted = create(client, cache_salt="a")
+    errors = []
+    for id_, fields in [
+        (declined["id"], {}), (salted["id"], {}), (salted["id"], {"cache_salt": "b"}),
+        ("resp_x", {}),
+    ]:  # fmt: skip
+        body = {"input": "x", "previous_response_id": id_, **fields}
+        answer = client.post(URL, json=body)
+        assert answer.status_code == 404, answer.text
+        errors.append(answer.json()["error"] | {"message": ""})
+    assert errors == [errors[0]] * 4
+    assert client.get(f"{URL}/{declined['id']}").status_code == 404
+    assert client.delete(f"{URL}/{declined['id']}").status_code == 404
+    assert client.post(f"{URL}/{declined['id']}/cancel").status_code == 404
+    assert create(client, previous_response_id=salted["id"], cache_salt="a")
+
+
+def test_ids_are_those_of_requests_and_never_twice_the_same(client: httpx.Client) -> None:
+    """A client may send one id again, or one that cannot stand in a path."""
+    ids = [
+        client.post(URL, json={"input": "hi"}, headers={"x-request-id": "a b/c"}).json()["id"]
+        for _ in range(2)
+    ]
+
+    assert ids[0] == "resp_a_b_c"
+    assert ids[1].startswith("resp_a_b_c-")
+    assert [client.get(f"{URL}/{id_}").json()["id"] for id_ in ids] == ids
+    for id_ in ids:
+        client.delete(f"{URL}/{id_}")
+
+
+def test_fields_that_change_nothing_are_accepted(client: httpx.Client, engine: FakeEngine) -> None:
+    """As openai-agents, LangChain and pydantic-ai send them; vLLM's extras reach the engine."""
+    create(
+        client, include=["reasoning.encrypted_content"], tools=[], tool_choice="auto",
+        parallel_tool_calls=False, truncation="disabled", background=False, service_tier="auto",
+        reasoning={"effort": "low"}, text={"format": {"type": "text"}, "verbosity": "low"},
+        safety_identifier="s", prompt_cache_key="k", user="u", metadata={"a": "b"}, n=1,
+        stream=False, surprise=1, top_k=5, min_p=0.1, seed=3, priority=2, temperature=0.5,
+        stream_options=None, max_tool_calls=3, prompt_cache_options={"mode": "explicit"},
+    )  # fmt: skip
+    params, call = engine.calls[0]["params"], engine.calls[0]
+
+    assert (params.top_k, params.min_p, params.seed, params.temperature) == (5, 0.1, 3, 0.5)
+    assert (params.max_tokens, call["priority"]) == (3, 2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": None}, "input"),
+        ({"input": []}, "input"),
+        ({"input": [1]}, "input.0"),
+        ({"input": [{"type": "reasoning"}]}, "input"),
+        ({"input": [{"role": "tool", "content": "x"}]}, "input.0.role"),
+        ({"input": [{"role": "user"}]}, "input.0.content"),
+        (with_content([{"type": "input_image"}]), "input.0.content.0.type"),
+        (with_content([{"type": "input_text"}]), "input.0.content.0.text"),
+        (with_content(["x"]), "input.0.content.0"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0.type"),
+        ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input.0.call_id"),
+        ({"input": [{"type": "function_call_output", "call_id": "1"}]}, "input.0.output"),
+        ({"input": "x" * 200_001}, "input"),
+        ({"tools": [{"type": "function", "name": "f"}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"background": True}, "background"),
+        ({"conversation": "c"}, "conversation"),
+        ({"prompt": {"id": "p"}}, "prompt"),
+        ({"n": 2}, "n"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"instructions": 3}, "instructions"),
+        ({"metadata": {"k" * 65: "v"}}, None),
+        ({"top_logprobs": 100}, "top_logprobs"),
+        ({"stream": True, "use_beam_search": True}, "stream"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_served_is_refused(
+    client: httpx.Client, fields: dict[str, Any], param: str | None
+) -> None:
+    """A 400 that names the field."""
+    answer = client.post(URL, json={"input": "hi", **fields})
+    error = answer.json()["error"]
+
+    assert answer.status_code == 400, answer.text
+    assert sorted(error) == ["code", "message", "param", "type"]
+    assert param is None or error["param"] == param
+
+
+def test_a_tenant_sees_its_own_responses_only(engine: FakeEngine) -> None:
+    """Another key's response is as if it had never been, whatever its id."""
+    app = create_app(engine, ["m"])
+
+    async def as_tenant(scope: Scope, receive: Receive, send: Send) -> None:
+        name = dict(scope["headers"]).get(b"x-name", b"").decode()
+        await app({**scope, SCOPE_KEY: Tenant(name, f"salt of {name}")}, receive, send)
+
+    client = TestClient(as_tenant)
+    made = client.post(URL, json={"input": "hi"}, headers={"x-name": "a"}).json()["id"]
+    for name, status in (("a", 200), ("b", 404)):
+        headers = {"x-name": name}
+        follow = {"input": "x", "previous_response_id": made}
+        assert client.get(f"{URL}/{made}", headers=headers).status_code == status
+        assert client.post(URL, json=follow, headers=headers).status_code == status
+    assert client.delete(f"{URL}/{made}", headers={"x-name": "b"}).status_code == 404
+
+
+def stored(text: str, previous: StoredResponse | None = None) -> StoredResponse:
+    """Return a response whose prompt and answer are `text`."""
+    ids = list(text.encode())
+    turns = turns_of([{"role": "user", "content": text}], previous.turns if previous else None)
+    transcript = (
+        previous.transcript.followed_by(text, ids) if previous else transcript_of(text, ids)
+    )
+    return StoredResponse("{}", turns, transcript, "", None, {}, None)
+
+
+def test_the_store_is_bounded() -> None:
+    """By number and by bytes, the least recently used first; what turns share counts once."""
+    tenant = Tenant()
+    few = ResponseStore(max_responses=2)
+    for name in "abc":
+        few.put(tenant, name, stored(name))
+        assert few.has(tenant, "a")  # which is a use
+    assert (len(few), few.has(tenant, "b")) == (2, False)
+
+    one = stored("x" * 10_000)
+    small = ResponseStore(max_bytes=200_000)
+    small.put(tenant, "one", one)
+    num_bytes = small.num_bytes
+    for i in range(3):
+        small.put(tenant, f"fork {i}", stored("y", one))
+    assert num_bytes < small.num_bytes < 1.2 * num_bytes
+    for i in range(10):
+        small.put(tenant, f"other {i}", stored(f"{i}" * 10_000))
+        assert small.num_bytes <= 200_000
+    assert 1 < len(small) < 10
+    for i in range(10):
+        if small.has(tenant, f"other {i}"):
+            small.delete(tenant, f"other {i}")
+    assert (len(small), small.num_bytes) == (0, 0)
