@@ -16,11 +16,14 @@ here, and the queued copies that read it. A chain is kept alive by its last bloc
 """
 
 from dataclasses import dataclass
-from typing import Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 from sortedcontainers import SortedDict
 
 from prefixkv.outputs import PromptLogprob
+
+if TYPE_CHECKING:
+    from prefixkv.identity import ModelIdentity
 
 FREE: Final = 0
 PRIVATE: Final = 1
@@ -99,6 +102,11 @@ class Block:
         if not says_as_much:
             self.logprobs = logprobs
 
+    def forget_logprobs_beyond_tokens(self) -> None:
+        """Let go of log-probabilities of tokens that it does not hold."""
+        if self.logprobs is not None and not self.tokens.startswith(self.logprobs.tokens):
+            self.logprobs = None
+
 
 class Root(Block):
     """Where the chains of one identity begin; holds no tokens and no memory of the pool.
@@ -109,12 +117,16 @@ class Root(Block):
         key: the canonical identity, but for the epoch.
         digest: of the identity, epoch included.
         epoch: of the weights that compute what follows.
+        identity: what `key` encodes; None for a root that nothing is opened under.
     """
 
-    __slots__ = ("epoch", "key")
+    __slots__ = ("epoch", "identity", "key")
 
-    def __init__(self, key: bytes, digest: bytes, epoch: int) -> None:
+    def __init__(
+        self, key: bytes, digest: bytes, epoch: int, identity: "ModelIdentity | None" = None
+    ) -> None:
         super().__init__(-1)
+        self.identity = identity
         self.key = key
         self.digest = digest
         self.epoch = epoch
@@ -192,6 +204,15 @@ def published_children(parent: Block) -> list[Block]:
     for siblings in children.values():
         found.extend([siblings] if isinstance(siblings, Block) else siblings.values())
     return found
+
+
+def any_child(parent: Block) -> Block | None:
+    """One of the published children, of those with the newest first token; O(1)."""
+    children = parent.children
+    if isinstance(children, dict):
+        siblings = next(reversed(children.values()))
+        return siblings if isinstance(siblings, Block) else next(iter(siblings.values()))
+    return children
 
 
 def longest_common_child(parent: Block, tokens: bytes) -> tuple[Block | None, int]:

@@ -1,5 +1,6 @@
 """Options of the engine, validated once."""
 
+import math
 from dataclasses import dataclass
 
 from prefixkv.errors import ConfigError
@@ -22,6 +23,8 @@ class SchedulerConfig:
         max_num_waiting: requests that may wait; None means any number.
         max_num_scored_tokens: tokens of a step, at most, of requests that want log-probabilities of
             their prompt: each takes a row of logits.
+        max_leased_share: share of the pool's blocks that leases may hold; 0 turns leases off.
+        max_lease_ttl_s: how long a lease lasts at most.
     """
 
     max_num_seqs: int = 64
@@ -29,6 +32,8 @@ class SchedulerConfig:
     max_prefill_chunk: int | None = None
     max_num_waiting: int | None = None
     max_num_scored_tokens: int = 512
+    max_leased_share: float = 0.5
+    max_lease_ttl_s: float = 3600
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_num_scored_tokens"):
@@ -36,6 +41,15 @@ class SchedulerConfig:
         for name in ("max_prefill_chunk", "max_num_waiting"):
             if getattr(self, name) is not None:
                 require_positive(name, getattr(self, name))
+        require_lease_limits(self.max_leased_share, self.max_lease_ttl_s)
+
+
+def require_lease_limits(max_leased_share: float, max_lease_ttl_s: float) -> None:
+    """Raise ConfigError unless they bound leases."""
+    if not 0 <= max_leased_share <= 1:
+        raise ConfigError(f"max_leased_share is {max_leased_share}; it must be in [0, 1]")
+    if not (max_lease_ttl_s > 0 and math.isfinite(max_lease_ttl_s)):
+        raise ConfigError(f"max_lease_ttl_s is {max_lease_ttl_s}; it must be positive and finite")
 
 
 def require_block_size(value: int) -> None:
@@ -68,6 +82,7 @@ class EngineConfig:
         enable_prefix_caching: False computes every prompt anew.
         attention_backend: "auto" (the fastest on the device), "triton", "cpu" or "reference".
         seed: of the seeds of requests that have none; None draws it at random.
+        max_leased_share, max_lease_ttl_s: bounds of leases, which keep prefixes findable.
 
     The others are those of `SchedulerConfig`.
     """
@@ -87,6 +102,8 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     attention_backend: str = "auto"
     seed: int | None = None
+    max_leased_share: float = 0.5
+    max_lease_ttl_s: float = 3600
 
     def __post_init__(self) -> None:
         require_block_size(self.block_size)
@@ -97,6 +114,7 @@ class EngineConfig:
             raise ConfigError(
                 f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must be in (0, 1]"
             )
+        require_lease_limits(self.max_leased_share, self.max_lease_ttl_s)
         if self.num_blocks is not None and self.kv_cache_memory_bytes is not None:
             raise ConfigError(
                 f"num_blocks ({self.num_blocks}) and kv_cache_memory_bytes "
@@ -110,4 +128,6 @@ class EngineConfig:
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_prefill_chunk=self.max_prefill_chunk,
             max_num_waiting=self.max_num_waiting,
+            max_leased_share=self.max_leased_share,
+            max_lease_ttl_s=self.max_lease_ttl_s,
         )

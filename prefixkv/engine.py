@@ -417,12 +417,23 @@ class Engine:
             if output.closing is not None or branch.index in output.over:
                 if request.keeps and output.closing is None and branch.index not in request.held:
                     request.held[branch.index] = self.scheduler.hold(branch)
+                if not output.has_failed:
+                    self.scheduler.lease(branch)
                 self.scheduler.finish_branch(branch)
         if not request.branches:
             if output.closing is None and request.params.is_ranked:
                 output.closing = output.ranked_samples()
             self._untold += output.closing or []
+            self._report(request)
             self._end(request.request_id)
+
+    def _report(self, request: Request) -> None:
+        """Tell what the cache did with the last delta of a request."""
+        for place in reversed(range(len(self._untold))):
+            delta = self._untold[place]
+            if delta.request_id == request.request_id:
+                self._untold[place] = replace(delta, cache_report=request.cache_report)
+                return
 
     def _missing_branches(self, branch: Branch) -> list[int]:
         """Indices of the branches to be forked from this one, whose prompt is computed just now."""
@@ -471,8 +482,8 @@ class Engine:
     # -- the cache -------------------------------------------------------------------------------
 
     def reset_prefix_cache(self) -> None:
-        """Forget all that is cached or held; running requests go on."""
-        self.scheduler.held.give_all_up()
+        """Forget all that is cached, held or leased; running requests go on."""
+        self.scheduler.release_pins()
         self.cache.reset()
 
     def weights_changed(self) -> None:
@@ -480,7 +491,7 @@ class Engine:
 
         Running requests go on from the tokens they have, recomputed under the new weights.
         """
-        self.scheduler.held.give_all_up()
+        self.scheduler.release_pins()
         self.cache.weights_changed()
         self.scheduler.preempt_all()
         for output in self._outputs.values():

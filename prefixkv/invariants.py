@@ -9,6 +9,7 @@ from collections import Counter
 from prefixkv.block import FREE, FULL, PRIVATE, TAIL, Block, has_child, published_children
 from prefixkv.errors import InvariantViolation
 from prefixkv.eviction import rank
+from prefixkv.lease import Leases
 from prefixkv.prefix_cache import PrefixCache
 from prefixkv.sequence import Sequence
 
@@ -28,6 +29,29 @@ def check(cache: PrefixCache) -> None:
         _check_chain(sequence)
     _check_eviction_order(cache)
     _check_free(cache)
+
+
+def check_leases(leases: Leases) -> None:
+    """9. Leased blocks are published, referenced, counted once each, and no more than may be.
+
+    Raises:
+        InvariantViolation: if they are not.
+    """
+    name, held = "leases", set[Block]()
+    for lease in leases:
+        sequence = lease.sequence
+        _require(sequence in leases.cache.sequences, 9, name, "{} is not live", sequence)
+        block = sequence.last_block
+        while block.parent is not None:
+            _require(block.state >= TAIL and block.refs > 0, 9, name, "{} is leased", block)
+            held.add(block)
+            block = block.parent
+    counted, bound = leases.num_blocks, leases.max_num_blocks
+    _require(counted == len(held), 9, name, "{} blocks counted, {} leased", counted, len(held))
+    _require(counted <= bound, 9, name, "{} blocks of at most {}", counted, bound)
+    _require(len(leases) <= bound, 9, name, "{} leases of at most {}", len(leases), bound)
+    listed = len(list(leases))
+    _require(len(leases) == listed, 9, name, "{} known, {} listed", len(leases), listed)
 
 
 def _require(ok: bool, number: int, name: str, what: str, *about: object) -> None:

@@ -16,7 +16,10 @@ class Usage:
     from blocks that other requests computed. `num_computed_tokens` counts what the model really
     ran for this request, recomputation after preemption included. All branches count together;
     `peak_num_blocks` are distinct blocks held at once, those that several branches share once.
-    `num_cache_write_tokens` are prompt tokens that were computed and can be found by others.
+    `num_cache_write_tokens` is set at the first admission, too: prompt tokens that were not found
+    and that others can find once they are computed, so `num_prompt_tokens` (or the `write_limit`,
+    if that is less) - `num_cached_tokens`; 0 if the cache is disabled. It does not foresee that the
+    request fails, that another computes the same in the meantime, or that digests collide.
     """
 
     num_prompt_tokens: int = 0

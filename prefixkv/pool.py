@@ -14,6 +14,7 @@ from typing import Final
 from prefixkv.block import FREE, PRIVATE, Block, BlockCopy, Root, remove_child
 from prefixkv.config import require_positive
 from prefixkv.eviction import EvictionOrder, Rank, rank
+from prefixkv.forgotten import Forgotten
 
 LAST: Final[Rank] = (sys.maxsize, 0, 0, 0)
 
@@ -34,6 +35,7 @@ class BlockPool:
         version: grows whenever a reference is dropped or a block becomes findable: as long as it
             stands still, a request that did not fit will not fit.
         num_evicted: blocks evicted so far.
+        forgotten: digests that were in the index.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -49,6 +51,7 @@ class BlockPool:
         self.clock = 0
         self.version = 0
         self.num_evicted = 0
+        self.forgotten = Forgotten()
 
     @property
     def num_usable(self) -> int:
@@ -152,7 +155,7 @@ class BlockPool:
 
     def _evict(self, victims: list[Block], num_leaves: int) -> None:
         self.order.remove_first(num_leaves)
-        index = self.index
+        index, forget = self.index, self.forgotten.evicted.append
         bereft: list[Block] = []
         above: Block | None = None  # the parent of the last victim, if that was all it had
         for block in victims:
@@ -162,6 +165,7 @@ class BlockPool:
             digest = block.digest
             if digest is not None:
                 del index[digest]
+                forget(digest)
                 block.digest = None
             if parent.children is block:
                 parent.children = None
@@ -184,6 +188,7 @@ class BlockPool:
             bereft.append(above)
         self.free += victims
         self.num_evicted += len(victims)
+        self.forgotten.file_evicted()
         self._keep_idle(bereft)
 
     def _keep_idle(self, bereft: list[Block]) -> None:

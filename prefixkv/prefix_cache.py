@@ -41,6 +41,7 @@ from prefixkv.block import (
     longest_common_child,
     remove_child,
 )
+from prefixkv.cache_control import MissReason
 from prefixkv.hashing import DigestFunction, chain_digest, root_digest
 from prefixkv.identity import ModelIdentity
 from prefixkv.pool import BlockPool
@@ -73,6 +74,9 @@ class PrefixCache:
         match_partial: whether a match may end inside a block.
         keep_tails: whether the half-filled last block of a finished sequence stays findable.
         digest: finds candidates; replaceable, since nothing depends on it but reuse.
+
+    Attributes:
+        earlier_roots: digests of roots before the weights changed, by key; to explain a miss.
     """
 
     def __init__(
@@ -92,6 +96,7 @@ class PrefixCache:
         self.keep_tails = keep_tails and enabled
         self.digest = digest
         self.epoch = 0
+        self.earlier_roots: dict[bytes, bytes] = {}
         self.stats = CacheStats()
         self.sequences: set[Sequence] = set()
 
@@ -103,7 +108,7 @@ class PrefixCache:
         root = self.pool.roots.get(key)  # of this epoch, since a new one begins with none
         if root is None:
             digest = root_digest(identity.at_epoch(self.epoch).canonical)
-            root = self.pool.roots[key] = Root(key, digest, self.epoch)
+            root = self.pool.roots[key] = Root(key, digest, self.epoch, identity)
         return root
 
     def match(self, root: Root, tokens: bytes) -> tuple[Block, int]:
@@ -232,8 +237,13 @@ class PrefixCache:
         Idle blocks are freed. Blocks in use become private and are freed when they are released.
         Sequences go on, but publish nothing more.
         """
+        self._forget("reset")
+
+    def _forget(self, why: MissReason) -> None:
         pool = self.pool
+        digests = list(pool.index)
         pool.reserve(len(pool.free) + pool.num_reclaimable())
+        pool.forgotten.add(digests, why)
         for block in pool.blocks:
             if block.state >= TAIL:
                 block.state = PRIVATE
@@ -251,7 +261,10 @@ class PrefixCache:
 
         Sequences of the old epoch can only be released; opening them anew recomputes them.
         """
-        self.reset()
+        earlier = {root.key: root.digest or b"" for root in self.pool.roots.values()}
+        kept = [*(self.earlier_roots | earlier).items()][-len(self.pool.blocks) :]
+        self.earlier_roots = dict(kept)
+        self._forget("weights_changed")
         self.epoch += 1
 
     # -- accounts --------------------------------------------------------------------------------

@@ -3,14 +3,14 @@
 from array import array
 
 from prefixkv.block import Block
-from prefixkv.cache_control import CacheControl
+from prefixkv.cache_control import CacheControl, CacheReport, LeaseOutcome, Miss
 from prefixkv.hashing import Tokens, pack_tokens
 from prefixkv.held_branch import HeldBranch
 from prefixkv.identity import ModelIdentity
 from prefixkv.logits_rules import LogitsRules
 from prefixkv.outputs import PromptLogprob, Usage
 from prefixkv.sampling_params import SamplingParams
-from prefixkv.sequence import Sequence
+from prefixkv.sequence import NO_LIMIT, Sequence
 
 
 class Request:
@@ -28,7 +28,9 @@ class Request:
         origin: a held branch that its prompt begins with; None if there is none.
         keeps: whether its branches are held when they end.
         held: those that ended, by index, if it `keeps` them.
-        cache_control: what it asks of the cache; None for nothing besides being matched.
+        cache_control: what it asks of the cache besides being matched.
+        miss: why not all of its prompt was found; None until the first admission.
+        leases: what became of its breakpoints; None until the first branch has ended well.
         rules: what its parameters ask of logits; the same for all that is generated for it.
         branches: those that wait or run, by index.
         num_blocks_held: distinct blocks that its branches held at the last step that took any.
@@ -64,7 +66,9 @@ class Request:
         self.rules = rules
         self.origin = origin
         self.keeps = keeps
-        self.cache_control = cache_control
+        self.cache_control = cache_control or CacheControl()
+        self.miss: Miss | None = None
+        self.leases: tuple[LeaseOutcome, ...] | None = None
         self.held: dict[int, HeldBranch] = {}
         self.admission: int | None = None
         self.usage = Usage(num_prompt_tokens=len(self.prompt))
@@ -81,6 +85,12 @@ class Request:
     def num_prompt_tokens(self) -> int:
         """Tokens of the prompt."""
         return len(self.prompt)
+
+    @property
+    def write_limit(self) -> int:
+        """Tokens of its sequences that others may find."""
+        limit = self.cache_control.write_limit
+        return NO_LIMIT if limit is None else limit
 
     @property
     def is_scoring(self) -> bool:
@@ -101,6 +111,11 @@ class Request:
         """Begin anew with the log-probabilities of the prompt; the first token has none."""
         self.keeps_prompt_logprobs = self.params.prompt_logprobs is not None
         self.prompt_logprobs = [None] if self.params.prompt_logprobs is not None else []
+
+    @property
+    def cache_report(self) -> CacheReport | None:
+        """What the cache did for it so far; None before the first admission."""
+        return CacheReport(self.miss, self.leases or ()) if self.miss is not None else None
 
     @property
     def in_lockstep(self) -> bool:

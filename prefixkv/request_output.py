@@ -40,6 +40,11 @@ class RequestOutput:
         """Indices of the branches that have got a token."""
         return self._streams.keys()
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether the request ends with an error."""
+        return any(delta.error is not None for delta in self.closing or ())
+
     def push(
         self, branch: Branch, token_id: int, logprobs: TokenLogprobs | None
     ) -> list[OutputDelta]:

@@ -11,16 +11,22 @@ the head of the queue.
 - A head of the queue that found no room is tried again when the cache has changed, not before.
 """
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
+from time import monotonic
 
 from sortedcontainers import SortedKeyList
 
 from prefixkv.block import common_beginning
+from prefixkv.cache_control import MissReason
 from prefixkv.config import SchedulerConfig
 from prefixkv.errors import InvariantViolation, QueueFull, RequestTooLarge
 from prefixkv.held_branch import HeldBranch, HeldBranches
+from prefixkv.invariants import check_leases
+from prefixkv.lease import Leases
+from prefixkv.miss import explain
 from prefixkv.prefix_cache import PrefixCache
 from prefixkv.prompt_logprobs import recall
 from prefixkv.request import Branch, Request
@@ -106,16 +112,30 @@ class Scheduler:
         running: branches that hold a sequence, by the first admission of their request.
         num_prompt_tokens, num_cached_tokens: of all requests admitted so far, each counted once.
         held: branches that neither wait nor run; they give way to those that do.
+        leases: pins on prefixes; they give way where nothing else is left.
+        misses: of all requests admitted so far, by reason.
         twins: who waits for a running branch, with the number of tokens it must have computed.
     """
 
-    def __init__(self, cache: PrefixCache, config: SchedulerConfig) -> None:
+    def __init__(
+        self,
+        cache: PrefixCache,
+        config: SchedulerConfig,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
         self.cache = cache
         self.config = config
         self.waiting: SortedKeyList[Branch] = SortedKeyList(key=lambda b: b.queue_rank)
         self.running: SortedKeyList[Branch] = SortedKeyList(key=lambda b: b.running_rank)
         self.twins: dict[Branch, list[tuple[int, Branch]]] = {}
         self.held = HeldBranches()
+        self.leases = Leases(
+            cache,
+            max_share=config.max_leased_share,
+            max_ttl_s=config.max_lease_ttl_s,
+            clock=clock,
+        )
+        self.misses: Counter[MissReason] = Counter()
         self.num_admissions = 0
         self.num_preemptions = 0
         self.num_prompt_tokens = 0
@@ -169,6 +189,18 @@ class Scheduler:
         """Hold a fork of a branch: all its tokens, and the blocks of those that are computed."""
         sequence = branch.sequence.fork() if branch.sequence is not None else None
         return self.held.hold(branch.request.identity, branch.tokens[:], sequence)
+
+    def lease(self, branch: Branch) -> None:
+        """Lease what a request asks for, from the first of its branches that ends well."""
+        request = branch.request
+        if request.leases is None and branch.sequence is not None:
+            branch.sequence.drop_unfindable()
+            request.leases = self.leases.grant(branch.sequence, request.cache_control)
+
+    def release_pins(self) -> None:
+        """Let go of all that is held or leased: the cache is about to forget."""
+        self.held.give_all_up()
+        self.leases.release_all()
 
     def finish_branch(self, branch: Branch, *, cold: bool = False) -> None:
         """End one branch; with `cold`, what becomes idle by it is the first to be evicted."""
@@ -268,7 +300,9 @@ class Scheduler:
 
     def release_unowned(self) -> None:
         """Release the sequences that an interrupt left with nobody."""
-        owned = {branch.sequence for branch in self.running} | self.held.sequences()
+        self.leases.recover()
+        owned = {branch.sequence for branch in self.running}
+        owned |= self.held.sequences() | self.leases.sequences()
         unowned = self.cache.sequences - owned
         # in an order that does not depend on addresses: who is released last is evicted last
         for sequence in sorted(unowned, key=lambda s: (s.last_block.block_id, s.num_tokens)):
@@ -321,6 +355,7 @@ class Scheduler:
 
         The caller computes, then either commits each sequence and calls `committed`, or discards.
         """
+        self.leases.expire()
         batch = Batch(self.config.max_num_batched_tokens, self.config.max_num_scored_tokens)
         preempted_before = self.num_preemptions
         for unit in self._decoding_first():
@@ -357,7 +392,7 @@ class Scheduler:
         while True:
             if self._reserve(unit, num_tokens):
                 return True
-            if self.held.give_way():
+            if self.leases.expire() or self.held.give_way():
                 continue
             others = [b for b in self.running if _unit_key(b) is not _unit_key(self.running[0])]
             if not others:
@@ -365,6 +400,7 @@ class Scheduler:
                 # that was not written yet): the copy does not fit, so that part is computed again.
                 sequence = unit[0].sequence
                 drops = len(unit) == 1 and sequence is not None and sequence.drop_partial()
+                drops = drops or self.leases.give_way()
                 assert drops, f"no room for the only one that runs, {unit[0]}"
                 continue
             victims = self._unit_of(min(others, key=self._loss))
@@ -419,7 +455,9 @@ class Scheduler:
                 continue
             if not self._reserve_all(branch, sequence, promised):
                 sequence.release()
-                if self.held.give_way():
+                if self.leases.expire() or self.held.give_way():
+                    continue
+                if not self.running and self.leases.give_way():
                     continue
                 branch.not_before = self.cache.pool.version
                 return
@@ -448,6 +486,7 @@ class Scheduler:
             sequence = origin.sequence.fork()
             sequence.rollback(min(sequence.num_tokens, branch.num_tokens - 1))
             self.held.used(origin)
+        sequence.write_limit = min(sequence.write_limit, request.write_limit)
         if request.is_scoring:
             known = request.prompt_logprobs
             recall(sequence, request.prompt, known, request.num_top_prompt_logprobs)
@@ -487,7 +526,19 @@ class Scheduler:
             request.usage.num_cached_tokens = sequence.num_tokens
             self.num_cached_tokens += sequence.num_tokens
             self.num_prompt_tokens += request.num_prompt_tokens
+            self._explain_miss(request, sequence)
         self.running.add(branch)
+
+    def _explain_miss(self, request: Request, sequence: Sequence) -> None:
+        request.miss = explain(
+            sequence,
+            request.prompt,
+            looks_at_other_salts=request.cache_control.looks_at_other_salts,
+        )
+        self.misses[request.miss.reason] += 1
+        if self.cache.enabled:
+            num_findable = min(request.num_prompt_tokens, sequence.write_limit)
+            request.usage.num_cache_write_tokens = max(0, num_findable - sequence.num_tokens)
 
     def _find_leader(self, branch: Branch, sequence: Sequence) -> tuple[Branch, int] | None:
         """Find the running branch worth waiting for, and how far it must have computed.
@@ -510,6 +561,7 @@ class Scheduler:
                 continue
             packed = packed or branch.tokens.tobytes()
             shared = common_beginning(packed, other.tokens.tobytes()) // 4
+            shared = min(shared, other.sequence.write_limit)
             if branch.request.is_scoring:
                 shared = min(shared, other.request.num_scored_for(branch.request))
             target = shared // block_size * block_size
@@ -529,10 +581,12 @@ class Scheduler:
         """Check the cache's books, and that exactly the running branches hold sequences."""
         self.cache.check_invariants()
         running = {branch.sequence for branch in self.running}
-        if running | self.held.sequences() != self.cache.sequences:
+        check_leases(self.leases)
+        held, leased = self.held.sequences(), self.leases.sequences()
+        if running | held | leased != self.cache.sequences:
             raise InvariantViolation(
-                f"scheduler: {len(running)} branches run, {len(self.held)} are held, "
-                f"{len(self.cache.sequences)} sequences live"
+                f"scheduler: {len(running)} branches run, {len(held)} are held, "
+                f"{len(leased)} are leased, {len(self.cache.sequences)} sequences live"
             )
 
 

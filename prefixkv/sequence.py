@@ -11,6 +11,7 @@ The last block may hold more slots than the sequence owns (a partial hit, or aft
 they are never read for it, and the first write there decides what becomes of them.
 """
 
+import sys
 from array import array
 from typing import Final
 
@@ -20,6 +21,7 @@ from prefixkv.hashing import Tokens, pack_tokens
 from prefixkv.identity import ModelIdentity
 from prefixkv.prefix_cache import PrefixCache
 
+NO_LIMIT: Final = sys.maxsize
 _RELEASED: Final = Root(b"released", b"", epoch=-1)
 
 
@@ -32,9 +34,13 @@ class Sequence:
         last_block: where the chain ends; the root while there is no token.
         num_tokens: tokens that the chain holds for this sequence, scheduled ones included.
         num_computed_tokens: tokens whose K and V are valid.
+        write_limit: tokens that it may make findable; what lies beyond stays private. Forks have
+            the same.
     """
 
-    __slots__ = ("_table", "cache", "last_block", "num_computed_tokens", "num_tokens", "root")
+    __slots__ = (
+        "_table", "cache", "last_block", "num_computed_tokens", "num_tokens", "root", "write_limit",
+    )  # fmt: skip
 
     def __init__(self, cache: PrefixCache, root: Root, last_block: Block, num_tokens: int) -> None:
         self.cache = cache
@@ -42,6 +48,7 @@ class Sequence:
         self.last_block = last_block
         self.num_tokens = num_tokens
         self.num_computed_tokens = num_tokens
+        self.write_limit = NO_LIMIT
         self._table = array("i")
         cache.pool.acquire(last_block)
         cache.sequences.add(self)
@@ -142,7 +149,11 @@ class Sequence:
     def _may_write_in_place(self, block: Block, offset: int) -> bool:
         if block.refs != 1:
             return False
-        return block.state == PRIVATE or (block.state == TAIL and len(block.tokens) == offset * 4)
+        if block.state == PRIVATE:
+            return True
+        # a tail that it may not publish again is left to others
+        is_tail = block.state == TAIL and len(block.tokens) == offset * 4
+        return is_tail and self.num_tokens <= self.write_limit
 
     def _open_last_block(self, block: Block, offset: int) -> Block:
         """Return the block to write into from slot `offset` on: this one, or a copy of it."""
@@ -163,9 +174,12 @@ class Sequence:
         self.num_computed_tokens = self.num_tokens
         if self.num_tokens // block_size == num_published:
             return
+        num_findable = min(self.num_tokens, self.write_limit)
+        if num_findable // block_size <= num_published:
+            return
         block = self.last_block
         follower = None
-        if block.depth * block_size > self.num_tokens:
+        while block.depth * block_size > num_findable:
             follower = block
             block = _parent(block)
         chain = [block]
@@ -181,11 +195,7 @@ class Sequence:
 
     def discard(self) -> None:
         """Take the scheduled tokens back: the step did not run, or it failed."""
-        self._cut(self.num_computed_tokens)
-        last = self.last_block
-        if last.state == PRIVATE and last.refs == 1 and last.block_id >= 0:
-            offset = self.num_tokens - (last.depth - 1) * self.cache.block_size
-            last.tokens = last.tokens[: offset * 4]
+        self._cut_off(self.num_computed_tokens)
 
     # -- branching -------------------------------------------------------------------------------
 
@@ -200,7 +210,9 @@ class Sequence:
             raise self._stale()
         self._refuse_if_scheduled("fork")
         self.cache.stats.num_forks += 1
-        return Sequence(self.cache, self.root, self.last_block, self.num_tokens)
+        fork = Sequence(self.cache, self.root, self.last_block, self.num_tokens)
+        fork.write_limit = self.write_limit
+        return fork
 
     def rollback(self, num_tokens: int) -> None:
         """Cut the sequence to its first `num_tokens` tokens; others keep what they share.
@@ -229,6 +241,18 @@ class Sequence:
             self.rollback(self.num_tokens - extra)
         return extra > 0
 
+    def drop_unfindable(self) -> None:
+        """Give up what lies beyond its write limit, for a sequence that is over.
+
+        The rest of the block that holds the limit can be published as a tail then, unless others
+        hold that block too.
+        """
+        if self.write_limit == NO_LIMIT:
+            return
+        self._cut_off(min(self.num_computed_tokens, self.write_limit))
+        self.num_computed_tokens = self.num_tokens
+        self.last_block.forget_logprobs_beyond_tokens()
+
     def release(self, *, cold: bool = False) -> None:
         """Give up all blocks; what is published stays findable until it is evicted.
 
@@ -239,6 +263,7 @@ class Sequence:
             return
         if self.num_tokens != self.num_computed_tokens:
             self.discard()
+        self.drop_unfindable()
         cache = self.cache
         last = self.last_block
         if (
@@ -290,6 +315,14 @@ class Sequence:
         self.last_block = last
         self.num_tokens = num_tokens
         del self._table[last.depth :]
+
+    def _cut_off(self, num_tokens: int) -> None:
+        """Cut the sequence, and its last block too if nobody else holds that."""
+        self._cut(num_tokens)
+        last = self.last_block
+        if last.state == PRIVATE and last.refs == 1 and last.block_id >= 0:
+            offset = self.num_tokens - (last.depth - 1) * self.cache.block_size
+            last.tokens = last.tokens[: offset * 4]
 
     def _refuse_if_scheduled(self, what: str) -> None:
         if self.num_tokens != self.num_computed_tokens:

@@ -18,10 +18,12 @@ from hypothesis.stateful import (
 )
 
 from prefixkv.hashing import DigestFunction
+from prefixkv.sequence import NO_LIMIT
 
 MAX_STREAMS = 5
 tokens = st.lists(st.integers(0, 1), min_size=1, max_size=9)
 identities = st.sampled_from(IDENTITIES[:1] * 6 + IDENTITIES)  # mostly one, else nothing is shared
+write_limits = st.one_of(*[st.just(NO_LIMIT)] * 3, st.integers(0, 8))
 SCHEDULED = ["take back", "release scheduled", "preempt"]
 NEWCOMERS = ["admission", "fork"]
 ELSEWHERE = ["release bystander", "pressure", "reset", "weights changed"]
@@ -29,6 +31,7 @@ INTERLUDES = [*SCHEDULED, *NEWCOMERS, "pressure", *ELSEWHERE]
 SITUATIONS = [
     "whole blocks found", "part of a block found", "takeover", "takeover wanted by several",
     "published by another before", "several copies in a step", "refused for want of room",
+    "lease granted", "lease refused", "lease expired",
     "a partial hit that does not fit", "copies failed", "forward failed", "NaN in some, not in all",
     *(f"{kind} before the copies" for kind in INTERLUDES),
     *(f"{kind} before the forward" for kind in INTERLUDES),
@@ -64,9 +67,9 @@ class CacheMachine(RuleBasedStateMachine):
     # -- opening ---------------------------------------------------------------------------------
 
     @precondition(has_place)
-    @rule(identity=identities, tokens=tokens)
-    def open(self, identity: Any, tokens: list[int]) -> None:
-        self.world.open(identity, tokens)
+    @rule(identity=identities, tokens=tokens, write_limit=write_limits)
+    def open(self, identity: Any, tokens: list[int], write_limit: int) -> None:
+        self.world.open(identity, tokens, write_limit)
 
     @precondition(may_fork)
     @rule(data=st.data(), tail=tokens)
@@ -162,7 +165,7 @@ class CacheMachine(RuleBasedStateMachine):
         if kind == "pressure":
             self.press(data)
         elif kind == "reset":
-            world.cache.reset()
+            world.reset()
         elif kind == "weights changed":
             world.weights_changed()
             ready.clear()
@@ -233,6 +236,38 @@ class CacheMachine(RuleBasedStateMachine):
         stream = self.pick(data)
         length = data.draw(st.integers(0, stream.sequence.num_tokens))
         self.world.rollback(stream, length)
+
+    @precondition(has_streams)
+    @rule(
+        data=st.data(),
+        ttl_s=st.sampled_from([1, 1, 1000]),
+        session=st.sampled_from([None, "a"]),
+        is_over=st.booleans(),
+    )
+    def lease(self, data: st.DataObject, ttl_s: int, session: str | None, is_over: bool) -> None:
+        """Beginnings of a stream, as it ends or as it goes on."""
+        stream = self.pick(data)
+        lengths = st.integers(1, stream.sequence.num_tokens + 1)
+        chosen = data.draw(st.lists(lengths, min_size=1, max_size=5))
+        if is_over:
+            stream.sequence.drop_unfindable()
+        self.world.lease(stream, chosen, ttl_s, session)
+        if is_over:
+            self.world.release(stream)
+
+    @precondition(lambda self: self.world.leases)
+    @rule(gives_way=st.sampled_from([False, False, True]))
+    def end_leases(self, gives_way: bool) -> None:
+        """One gives way, or a second passes."""
+        leases = self.world.leases
+        first = min(lease.expires_at for lease in leases)
+        if gives_way:
+            assert leases.give_way()
+            assert all(lease.expires_at >= first for lease in leases)
+            return
+        self.world.now_s += 1
+        self.seen["lease expired"] += leases.expire()
+        assert all(lease.expires_at > self.world.now_s for lease in leases)
 
     @precondition(has_streams)
     @rule(data=st.data(), cold=st.booleans())

@@ -411,7 +411,7 @@ def test_books_of_scheduler_and_cache_that_disagree_are_named() -> None:
     request = executor.add([0] * 5, 2)
     executor.step()
     executor.scheduler.running.remove(request.branches[0])
-    with pytest.raises(InvariantViolation, match="0 branches run, 0 are held, 1 sequences live"):
+    with pytest.raises(InvariantViolation, match="0 are held, 0 are leased, 1 sequences live"):
         executor.scheduler.check_invariants()
     assert "Branch 0 of 0, 6 tokens" in repr(request.branches[0])
     assert "5 tokens, 1 live" in repr(request)

@@ -15,6 +15,7 @@ from hypothesis.stateful import (
 )
 
 from prefixkv.block import Block, Root
+from prefixkv.cache_control import Breakpoint, CacheControl
 from prefixkv.errors import RequestTooLarge
 from prefixkv.held_branch import HeldBranch
 from prefixkv.identity import ModelIdentity
@@ -31,10 +32,21 @@ SITUATIONS = [
     "NaN while others go on",
     "NaN in a chunk that samples nothing",
     "aborted waiting", "aborted as a twin", "aborted in its prompt", "aborted decoding",
+    "leased", "lease expired", "lease gave way", "lease refused",
     "held", "held and cut", "gone on from what is held", "gave way", "released",
     "reset in flight", "weights changed in flight", "twins when all are preempted",
 ]  # fmt: skip
 tokens = st.lists(st.integers(0, 2), min_size=1, max_size=12)
+controls = st.builds(
+    lambda points, limit, session: CacheControl(
+        breakpoints=tuple(Breakpoint(length, ttl_s) for length, ttl_s in sorted(points)),
+        write_limit=limit,
+        session=session,
+    ),
+    st.lists(st.tuples(st.integers(1, 12), st.sampled_from([1, 3, 1000])), max_size=3),
+    st.one_of(st.none(), st.none(), st.integers(0, 12)),
+    st.sampled_from([None, "a"]),
+)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -76,19 +88,26 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 6),
         priority=st.sampled_from([0, 0, 0, 1]),
         n=st.sampled_from([1, 1, 2, 5]),
+        control=controls,
     )
-    def add(self, prompt: list[int], max_tokens: int, priority: int, n: int) -> None:
-        self.submit(prompt, max_tokens, priority=priority, n=n)
+    def add(
+        self, prompt: list[int], max_tokens: int, priority: int, n: int, control: CacheControl
+    ) -> None:
+        self.submit(prompt, max_tokens, priority=priority, n=n, control=control)
 
     @precondition(has_place)
     @rule(
-        data=st.data(), tail=st.lists(st.integers(0, 2), max_size=4), max_tokens=st.integers(1, 6)
-    )
-    def continue_one(self, data: st.DataObject, tail: list[int], max_tokens: int) -> None:
+        data=st.data(), tail=st.lists(st.integers(0, 2), max_size=4), max_tokens=st.integers(1, 6),
+        control=controls,
+    )  # fmt: skip
+    def continue_one(
+        self, data: st.DataObject, tail: list[int], max_tokens: int, control: CacheControl
+    ) -> None:
         """A prompt that goes on from, or repeats, what another has or had."""
         earlier = data.draw(st.sampled_from([*self.past, *(self.longest(r) for r in self.alive)]))
         cut = data.draw(st.integers(0, 2))
-        self.submit([*earlier[: max(1, len(earlier) - cut)], *tail], max_tokens)
+        prompt = [*earlier[: max(1, len(earlier) - cut)], *tail]
+        self.submit(prompt, max_tokens, control=control)
 
     @precondition(has_requests)
     @rule(
@@ -108,11 +127,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority: int = 0,
         n: int = 1,
         origin: HeldBranch | None = None,
+        control: CacheControl | None = None,
     ) -> None:
         cache = self.executor.cache
         fits = len(prompt) + max_tokens - 1 <= cache.pool.num_usable * cache.block_size
         try:
-            request = self.executor.add(prompt, max_tokens, identity, priority, n, origin)
+            request = self.executor.add(prompt, max_tokens, identity, priority, n, origin, control)
             self.alive.append(request)
         except RequestTooLarge:
             seen["can never fit"] += 1
@@ -219,6 +239,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.forget([item.branch.request for item in failed])
         self.bury()
 
+    @precondition(lambda self: self.executor.scheduler.leases)
+    @rule()
+    def let_a_second_pass(self) -> None:
+        self.executor.now_s += 1
+
     # -- disturbances ----------------------------------------------------------------------------
 
     @precondition(has_requests)
@@ -236,7 +261,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         seen[f"{what} in flight"] += bool(scheduler.running)
         seen["twins when all are preempted"] += bool(scheduler.twins) and what != "reset"
         if what != "preempt all":
-            scheduler.held.give_all_up()
+            scheduler.release_pins()
         if what == "reset":
             cache.reset()
             return
@@ -310,6 +335,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         executor, pool = self.executor, self.executor.cache.pool
         stats = executor.cache.stats
+        leases = executor.scheduler.leases
         is_held = [held.sequence is not None for held in self.held]
         executor.run()
         self.bury()
@@ -324,6 +350,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         seen["copied on write"] += stats.num_copies
         seen["taken over"] += stats.num_takeovers
         seen["published by another before"] += stats.num_deduplicated
+        seen["leased"] += leases.stats.num_granted
+        seen["lease expired"] += leases.stats.num_expired
+        seen["lease gave way"] += leases.stats.num_given_up
+        seen["lease refused"] += leases.stats.num_refused
+        leases.release_all()
         assert pool.reserve(pool.num_usable)
         assert not pool.index
         assert not pool.roots

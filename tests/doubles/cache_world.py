@@ -9,13 +9,16 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from fake_kv import FakeKV, chain_of, content_identity
+from fake_kv import Content, FakeKV, chain_of, content_identity
 
 from prefixkv.block import FREE, FULL, PRIVATE, TAIL, Block, Root
+from prefixkv.cache_control import Breakpoint, CacheControl, LeaseOutcome
 from prefixkv.hashing import DigestFunction, chain_digest, pack_tokens, unpack_tokens
 from prefixkv.identity import ModelIdentity
+from prefixkv.invariants import check_leases
+from prefixkv.lease import Lease, Leases
 from prefixkv.prefix_cache import PrefixCache
-from prefixkv.sequence import Sequence
+from prefixkv.sequence import NO_LIMIT, Sequence
 
 IDENTITIES = [
     ModelIdentity(architecture="m"),
@@ -50,14 +53,25 @@ class World:
         self.has_good_digest = digest is chain_digest
         self.kv = FakeKV()
         self.streams: list[Stream] = []
+        self.now_s = 0
+        self.leases = Leases(self.cache, max_ttl_s=100, clock=self.clock)
+        self.leased: dict[Lease, tuple[ModelIdentity, list[int]]] = {}
+        self.may_be_found: set[Content] = set()
         self.seen: Counter[str] = Counter()
+
+    def clock(self) -> float:
+        """Seconds, as leases see them."""
+        return self.now_s
 
     # -- operations ------------------------------------------------------------------------------
 
-    def open(self, identity: ModelIdentity, tokens: list[int]) -> Stream:
+    def open(
+        self, identity: ModelIdentity, tokens: list[int], write_limit: int = NO_LIMIT
+    ) -> Stream:
         """Open a stream; its match must be as long as the oracle finds one."""
         longest = self.longest_published(identity, tokens)
         stream = Stream(identity, list(tokens), Sequence.open(self.cache, identity, tokens))
+        stream.sequence.write_limit = write_limit
         found = stream.sequence.num_tokens
         assert found == longest, f"{found} tokens were found of {longest}"
         self.seen["whole blocks found"] += found >= self.cache.block_size
@@ -137,7 +151,10 @@ class World:
         before = sequence.num_computed_tokens // block_size
         collisions, deduplicated = stats.num_collisions, stats.num_deduplicated
         sequence.commit()
-        filled = chain_of(sequence.last_block)[before : sequence.num_tokens // block_size]
+        num_findable = min(sequence.num_tokens, sequence.write_limit)
+        identity, tokens = content_identity(sequence.root), stream.tokens[:num_findable]
+        self.may_be_found |= {(identity, tuple(tokens[: i + 1])) for i in range(num_findable)}
+        filled = chain_of(sequence.last_block)[before : num_findable // block_size]
         refused = [b for b in filled if b.state == PRIVATE and b.parent and b.parent.state == FULL]
         assert stats.num_collisions - collisions == len(refused)
         assert not (refused and self.has_good_digest)
@@ -164,13 +181,39 @@ class World:
 
     def preempt(self, stream: Stream) -> None:
         """Release, whatever is scheduled, and open anew."""
+        limit = stream.sequence.write_limit
         stream.sequence.release()
         self.kv.poison_free(self.cache)
         stream.sequence = Sequence.open(self.cache, stream.identity, stream.tokens or [0])
+        stream.sequence.write_limit = limit
         stream.tokens = stream.tokens or [0]
+
+    def lease(
+        self, stream: Stream, lengths: list[int], ttl_s: float, session: str | None
+    ) -> tuple[LeaseOutcome, ...]:
+        """Lease beginnings of a stream; what is refused changes nothing."""
+        self.leases.expire()
+        points = tuple(Breakpoint(length, ttl_s) for length in sorted(lengths))
+        control = CacheControl(breakpoints=points, session=session)
+        before = self.snapshot()
+        outcomes = self.leases.grant(stream.sequence, control)
+        if all(outcome.refused for outcome in outcomes):
+            assert self.snapshot() == before, "invariant 8 (failed operation): it changed something"
+        for lease in self.leases:
+            tokens = stream.tokens[: lease.sequence.num_tokens]
+            self.leased.setdefault(lease, (stream.identity, tokens))
+        for outcome in outcomes:
+            self.seen["lease refused" if outcome.refused else "lease granted"] += 1
+        return outcomes
+
+    def reset(self) -> None:
+        """Forget what is published, leases included."""
+        self.leases.release_all()
+        self.cache.reset()
 
     def weights_changed(self) -> None:
         """Replace the weights; every stream is preempted."""
+        self.leases.release_all()
         self.cache.weights_changed()
         self.check()
         for stream in self.streams:
@@ -243,7 +286,13 @@ class World:
         cache = self.cache
         self.kv.poison_free(cache)
         cache.check_invariants()
-        assert Counter(s.sequence for s in self.streams) == Counter(cache.sequences)
+        check_leases(self.leases)
+        owned = [*(s.sequence for s in self.streams), *self.leases.sequences()]
+        assert Counter(owned) == Counter(cache.sequences)
+        for lease in self.leases:
+            tenant, tokens = self.leased[lease]
+            assert lease.sequence.num_tokens == len(tokens)
+            assert self.longest_published(tenant, [*tokens, 0]) == len(tokens), "a lease is lost"
         assert cache.pool.num_reclaimable() == self.num_available() - len(cache.pool.free)
         kv = FakeKV(dict(self.kv.slots))
         kv.copy(cache.pending_copies)  # what will run before anything is read
@@ -268,11 +317,13 @@ class World:
                 assert isinstance(root, Root)
                 expected = (content_identity(root), tokens[: start + offset + 1])
                 assert content == expected, f"invariant 5 (content): published {block} lies"
+                assert content in self.may_be_found, f"{block} shows what is beyond a write limit"
 
     def finish(self) -> None:
         """Release everything, evict everything: the pool must be as at the start."""
         for stream in list(self.streams):
             self.release(stream)
+        self.leases.release_all()
         self.check()
         pool = self.cache.pool
         assert pool.reserve(pool.num_usable)

@@ -6,6 +6,7 @@ from typing import Literal
 
 from fake_kv import FakeKV, content_identity
 
+from prefixkv.cache_control import CacheControl
 from prefixkv.config import SchedulerConfig
 from prefixkv.hashing import DigestFunction, chain_digest
 from prefixkv.held_branch import HeldBranch
@@ -48,11 +49,12 @@ class FakeExecutor:
         *,
         enabled: bool = True,
         digest: DigestFunction = chain_digest,
-        **limits: int | None,
+        **limits: float | None,
     ) -> None:
         self.cache = PrefixCache(num_blocks + 1, block_size, enabled=enabled, digest=digest)
         config = SchedulerConfig(**limits)  # type: ignore[arg-type]
-        self.scheduler = Scheduler(self.cache, config)
+        self.now_s = 0.0
+        self.scheduler = Scheduler(self.cache, config, clock=lambda: self.now_s)
         self.kv = FakeKV()
         self.finished: dict[str, list[int]] = {}  # of branch 0
         self.siblings: dict[tuple[str, int], list[int]] = {}
@@ -69,12 +71,14 @@ class FakeExecutor:
         priority: int = 0,
         n: int = 1,
         origin: HeldBranch | None = None,
+        cache_control: CacheControl | None = None,
     ) -> Request:
         """Queue a request; a prompt that begins with what is held goes on from there."""
         params = SamplingParams(max_tokens=max_tokens, n=n)
         request = Request(
             str(self.num_requests), list(prompt), params, identity,
             number=self.num_requests, max_tokens=max_tokens, priority=priority, origin=origin,
+            cache_control=cache_control,
         )  # fmt: skip
         self.num_requests += 1
         self.scheduler.add(request)
@@ -150,7 +154,11 @@ class FakeExecutor:
 
     def check_content(self, sequence: Sequence, tokens: list[int]) -> None:
         """Every slot that the sequence reads was computed for a beginning of `tokens`."""
-        for position, content in enumerate(self.kv.read(sequence)):
+        kv = self.kv
+        if self.cache.pool.copies:  # left by a step that was interrupted: they run before a read
+            kv = FakeKV(dict(kv.slots))
+            kv.copy(self.cache.pending_copies)
+        for position, content in enumerate(kv.read(sequence)):
             expected = (content_identity(sequence.root), tuple(tokens[: position + 1]))
             assert content == expected, f"{sequence} reads {content} at {position}"
 
@@ -163,6 +171,7 @@ class FakeExecutor:
         if branch.index == 0:
             self.finished[request.request_id] = output
         self.siblings[request.request_id, branch.index] = output
+        self.scheduler.lease(branch)
         self.scheduler.finish_branch(branch)
 
     def run(self) -> dict[str, list[int]]:
