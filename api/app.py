@@ -12,6 +12,7 @@ from prefixkv.api.chat_completions import chat_completions_router
 from prefixkv.api.completions import completions_router
 from prefixkv.api.engine_interface import ServingEngine
 from prefixkv.api.errors import UnexpectedErrors, handle_error, handle_http_exception
+from prefixkv.api.explain import explain_router
 from prefixkv.api.health import health_router
 from prefixkv.api.models import models_router
 from prefixkv.api.openapi import describe_api
@@ -71,7 +72,7 @@ def create_app(
     app.include_router(models_router(service))
     app.include_router(tokenization_router(service))
     app.include_router(health_router(service))
-    describe_api(app)
+    app.include_router(explain_router(service))
     for kind in (PrefixKVError, ClientDisconnect):
         app.add_exception_handler(kind, handle_error)
     app.add_exception_handler(HTTPException, handle_http_exception)

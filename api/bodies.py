@@ -51,7 +51,7 @@ def json_response(body: Any) -> Response:
 
 
 def usage_body(usages: Iterable[Usage]) -> dict[str, Any]:
-    """Return the summed usage; `cached_tokens` is 0 when cold, never absent."""
+    """Return the summed usage; both accounts of the cache are there when they are 0 too."""
     totals = list(usages)
     num_prompt = sum(usage.num_prompt_tokens for usage in totals)
     num_completion = sum(usage.num_completion_tokens for usage in totals)
@@ -60,7 +60,10 @@ def usage_body(usages: Iterable[Usage]) -> dict[str, Any]:
         "prompt_tokens": num_prompt,
         "completion_tokens": num_completion,
         "total_tokens": num_prompt + num_completion,
-        "prompt_tokens_details": {"cached_tokens": num_cached},
+        "prompt_tokens_details": {
+            "cached_tokens": num_cached,
+            "cache_write_tokens": sum(usage.num_cache_write_tokens for usage in totals),
+        },
     }
 
 

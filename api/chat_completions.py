@@ -1,5 +1,6 @@
 """POST /v1/chat/completions."""
 
+from collections.abc import Sequence
 from functools import partial
 
 from fastapi import APIRouter
@@ -8,9 +9,13 @@ from starlette.responses import Response
 
 from prefixkv.api.bodies import chat_body
 from prefixkv.api.body import parse_object
+from prefixkv.api.breakpoints import Mark, Message, breakpoint_positions, take_marks
+from prefixkv.api.cache_plan import CachePlan, cache_plan
 from prefixkv.api.endpoint import Job, Shape, answer, read_job
+from prefixkv.api.engine_interface import Tokenizer
 from prefixkv.api.logprobs import ChatLogprobs
 from prefixkv.api.messages import render, require_tokens
+from prefixkv.api.prewarm import prewarm_params
 from prefixkv.api.schemas import ChatCompletionRequest, parse_request
 from prefixkv.api.service import Service
 from prefixkv.api.streaming import ChatChunks
@@ -59,16 +64,33 @@ def chat_job(service: Service, raw: bytes, tenant: Tenant) -> Job:
     """
     body = parse_object(raw)
     refuse_unsupported(body, UNSUPPORTED_IN_CHATS)
+    marks = take_marks(body.get("messages"))
     request = parse_request(ChatCompletionRequest, body)
     service.unknown_fields.note((request.model_extra or {}).keys() - UNSUPPORTED_IN_CHATS)
     model = service.resolve_model(request.model)
     params = service.sampling_params(request, default_max_tokens=None)
+    if request.is_prewarm:
+        params = prewarm_params(params)
     tokenizer = service.engine.tokenizer
     salt = tenant.salt_for(request.cache_salt)
     chat = service.token_memory.tokens(render(request, tokenizer), salt, tokenizer)
     require_tokens(chat.token_ids)
     note = partial(remember_answer, service, chat, params)
-    return Job([chat.token_ids], params, request, model, note=note)
+    plan = _cache_plan(request, marks, chat.token_ids, tokenizer)
+    return Job([chat.token_ids], params, request, model, [plan], note=note)
+
+
+def _cache_plan(
+    request: ChatCompletionRequest,
+    marks: Sequence[Mark],
+    prompt: Sequence[int],
+    tokenizer: Tokenizer,
+) -> CachePlan:
+    def text(messages: Sequence[Message]) -> str:
+        return render(request.model_copy(update={"messages": messages}), tokenizer).text
+
+    positions = breakpoint_positions(marks, request.messages or (), text, prompt, tokenizer)
+    return cache_plan(request, len(prompt), marks, positions)
 
 
 def remember_answer(

@@ -6,9 +6,11 @@ from starlette.responses import Response
 
 from prefixkv.api.bodies import completion_body
 from prefixkv.api.body import parse_object
+from prefixkv.api.cache_plan import cache_plan
 from prefixkv.api.echo import Echo, make_echo
 from prefixkv.api.endpoint import Job, Shape, answer, read_job
 from prefixkv.api.logprobs import CompletionLogprobs
+from prefixkv.api.prewarm import prewarm_params
 from prefixkv.api.prompts import as_list, token_prompts
 from prefixkv.api.schemas import CompletionRequest, parse_request
 from prefixkv.api.service import COMPLETION_MAX_TOKENS, Service
@@ -50,6 +52,9 @@ def completion_job(service: Service, raw: bytes) -> Job:
         vocab_size=service.engine.vocab_size,
         add_special_tokens=request.add_special_tokens is not False,
     )
+    plans = [cache_plan(request, len(prompt)) for prompt in prompts]
+    if request.is_prewarm:
+        return Job(prompts, prewarm_params(params), request, model, plans)
     echoes: list[Echo] = []
     if request.echo:
         given = as_list(request.prompt)
@@ -57,4 +62,4 @@ def completion_job(service: Service, raw: bytes) -> Job:
             make_echo(prompt, ids, service.engine.tokenizer)
             for prompt, ids in zip(given, prompts, strict=True)
         ]
-    return Job(prompts, params, request, model, echoes, request.is_only_echo)
+    return Job(prompts, params, request, model, plans, echoes, request.is_only_echo)

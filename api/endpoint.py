@@ -11,17 +11,20 @@ from starlette.responses import Response
 from prefixkv.api.answers import noted
 from prefixkv.api.bodies import Envelope, json_response
 from prefixkv.api.body import read_body
+from prefixkv.api.cache_plan import CachePlan
+from prefixkv.api.cache_use import cache_controls, cache_reports
 from prefixkv.api.disconnect import unless_disconnected
 from prefixkv.api.echo import Echo, echoed
 from prefixkv.api.engine_interface import Tokenizer
-from prefixkv.api.generation import collect, first_of, generate
+from prefixkv.api.generation import Deltas, collect, first_of, generate
 from prefixkv.api.logprobs import LogprobsBody, prompt_logprobs_body
+from prefixkv.api.prewarm import prewarmed
+from prefixkv.api.request_headers import priority_of
 from prefixkv.api.request_id import request_id_of
 from prefixkv.api.schemas import GenerationRequest
 from prefixkv.api.service import Service
 from prefixkv.api.streaming import Chunks, EventStream, Told, events
 from prefixkv.api.tenant import tenant_of
-from prefixkv.cache_control import CacheControl
 from prefixkv.outputs import BranchOutput, Completion
 from prefixkv.sampling_params import SamplingParams
 
@@ -75,9 +78,9 @@ class Job:
     params: SamplingParams
     request: GenerationRequest
     model: str
+    plans: Sequence[CachePlan]
     echoes: Sequence[Echo] = ()
     is_only_echo: bool = False
-    cache_controls: Sequence[CacheControl] | None = None
     note: Callable[[BranchOutput], object] | None = None
     """Called with each whole answer, before the client sees its end."""
 
@@ -116,25 +119,14 @@ async def answer(service: Service, http_request: Request, job: Job, shape: Shape
         echo = job.echoes[index // job.params.n].text if job.echoes else ""
         return shape.logprobs(service.engine.tokenizer, echo)
 
-    deltas = generate(
-        service.engine,
-        job.prompts,
-        job.params,
-        response_id=envelope.id,
-        salt=tenant_of(http_request).salt_for(job.request.cache_salt),
-        priority=job.request.priority or 0,
-        cache_controls=job.cache_controls,
-    )
-    if job.echoes:
-        num_top = job.request.num_logprobs
-        deltas = echoed(deltas, job.echoes, num_top=num_top, is_all=job.is_only_echo)
-    if job.note is not None:
-        deltas = noted(deltas, job.note)
+    deltas = _deltas(service, http_request, job, envelope.id)
+    reports = cache_reports(service, http_request, job, request_id.value)
     if not job.request.stream:
         work = collect(deltas, len(job.prompts), job.params.n)
         completions = await unless_disconnected(http_request.receive, work)
         body = shape.body(envelope, completions, logprobs)
         _add_prompt_logprobs(body, shape, completions, job, service.engine.tokenizer)
+        body |= reports.all_members([completion.cache_report for completion in completions])
         return json_response(body)
     first = await unless_disconnected(http_request.receive, first_of(deltas))
     told = Told(
@@ -142,5 +134,26 @@ async def answer(service: Service, http_request: Request, job: Job, shape: Shape
         num_prompts=len(job.prompts),
         n=job.params.n,
         usage_at_finish=not job.request.includes_usage,
+        cache_reports=reports,
     )
     return EventStream(events(first, deltas, told))
+
+
+def _deltas(service: Service, http_request: Request, job: Job, response_id: str) -> Deltas:
+    """Return what the engine will say to `job`, echoes included; nothing is noted of a prewarming,
+    which is no answer."""
+    deltas = generate(
+        service.engine,
+        job.prompts,
+        job.params,
+        response_id=response_id,
+        salt=tenant_of(http_request).salt_for(job.request.cache_salt),
+        priority=priority_of(http_request, job.request),
+        cache_controls=cache_controls(service, http_request, job),
+    )
+    if job.request.is_prewarm:
+        return prewarmed(deltas)
+    if job.echoes:
+        num_top = job.request.num_logprobs
+        deltas = echoed(deltas, job.echoes, num_top=num_top, is_all=job.is_only_echo)
+    return noted(deltas, job.note) if job.note is not None else deltas

@@ -36,6 +36,12 @@ class UnsupportedField(InvalidRequest):
     code = "unsupported_parameter"
 
 
+class UnknownRequest(InvalidRequest):
+    """The id of a request that is not remembered."""
+
+    code = "request_not_found"
+
+
 class BodyTooLarge(InvalidRequest):
     """The request body is over the server's limit."""
 
@@ -66,6 +72,7 @@ ANSWERS: Mapping[type[Exception], Answer] = MappingProxyType(
     {
         InvalidRequest: Answer(400, "invalid_request_error"),
         ModelNotFound: Answer(404, "not_found_error", "model_not_found"),
+        UnknownRequest: Answer(404, "not_found_error"),
         ResponseNotFound: Answer(404, "invalid_request_error"),
         StaleSequence: Answer(409, "conflict_error", "stale_sequence"),
         BodyTooLarge: Answer(413, "invalid_request_error"),

@@ -25,12 +25,12 @@ def generate(
     response_id: str,
     salt: str | None,
     priority: int,
-    cache_controls: Sequence[CacheControl] | None = None,
+    cache_controls: Sequence[CacheControl | None] = (),
 ) -> Deltas:
     """Yield (prompt index, delta) as the engine produces them; nothing runs before the first one.
 
     The first error ends all prompts; so does closing the generator. `cache_controls` has one for
-    each prompt.
+    each prompt, or none at all.
     """
     # a client may send one id twice at the same time; the engine's ids stay unique
     unique = uuid.uuid4().hex[:8]

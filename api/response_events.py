@@ -10,9 +10,9 @@ from prefixkv.api.errors import answer_to, describe
 from prefixkv.api.generation import Deltas, IndexedDelta
 from prefixkv.api.logprobs import ChatLogprobs
 from prefixkv.api.response_objects import ResponseObject, response_logprobs, text_part
-from prefixkv.outputs import BranchOutput, OutputDelta, Usage
+from prefixkv.outputs import Completion, OutputDelta
 
-Finish = Callable[[BranchOutput, Usage], dict[str, Any]]
+Finish = Callable[[Completion], dict[str, Any]]
 """Makes the final object of a response, and keeps what is to be kept of it."""
 
 
@@ -107,6 +107,9 @@ async def response_events(
                 if delta.finish_reason is not None:
                     break
                 _, delta = await anext(rest)
-            yield events.closing(finish(answer.output(), delta.usage))
+            completion = Completion(
+                delta.request_id, delta.usage, [answer.output()], cache_report=delta.cache_report
+            )
+            yield events.closing(finish(completion))
         except Exception as error:
             yield events.failure(error)

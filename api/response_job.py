@@ -1,10 +1,14 @@
 """From the body of a response's request to the tokens of its prompt."""
 
 import uuid
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+from prefixkv.api.breakpoints import Mark, breakpoint_positions, take_marks
+from prefixkv.api.cache_plan import CachePlan, cache_plan
+from prefixkv.api.engine_interface import Tokenizer
 from prefixkv.api.messages import (
     RenderedChat,
     chat_text,
@@ -12,6 +16,7 @@ from prefixkv.api.messages import (
     normalized,
     require_tokens,
 )
+from prefixkv.api.prewarm import prewarm_params
 from prefixkv.api.response_input import input_messages
 from prefixkv.api.response_request import (
     UNSUPPORTED_IN_RESPONSES,
@@ -34,6 +39,7 @@ class ResponseJob:
         turns: the conversation that it answers, without instructions.
         chat: the same as tokens, instructions included.
         salt: of the engine.
+        plan: what is asked of the cache.
     """
 
     request: ResponseRequest
@@ -42,6 +48,17 @@ class ResponseJob:
     turns: Turns
     chat: ChatTokens
     salt: str | None
+    plan: CachePlan
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        """The one prompt."""
+        return [self.chat.token_ids]
+
+    @property
+    def plans(self) -> list[CachePlan]:
+        """What it asks of the cache."""
+        return [self.plan]
 
 
 def response_job(service: Service, raw: bytes, tenant: Tenant) -> ResponseJob:
@@ -56,19 +73,40 @@ def response_job(service: Service, raw: bytes, tenant: Tenant) -> ResponseJob:
     service.unknown_fields.note((request.model_extra or {}).keys() - UNSUPPORTED_IN_RESPONSES)
     model = service.resolve_model(request.model)
     params = service.sampling_params(request, default_max_tokens=None)
+    if request.is_prewarm:
+        params = prewarm_params(params)
     salt = tenant.salt_for(request.cache_salt)
     previous = None
     if request.previous_response_id is not None:
         previous = service.responses.previous(tenant, request.previous_response_id, salt)
-    messages = normalized(input_messages(request.input))
-    turns = turns_of(messages, previous.turns if previous is not None else None)
+    messages = input_messages(request.input)
+    marks = take_marks(messages, "input")
+    turns = turns_of(normalized(messages), previous.turns if previous is not None else None)
     try:
         chat = _chat_tokens(service, request, turns, previous, salt)
     except InvalidRequest as error:
         if error.param == "messages":  # what the template refuses, this client sent as input
             error.param = "input"
         raise
-    return ResponseJob(request, params, model, turns, chat, salt)
+    plan = _cache_plan(request, marks, turns, chat.token_ids, service.engine.tokenizer)
+    return ResponseJob(request, params, model, turns, chat, salt, plan)
+
+
+def _cache_plan(
+    request: ResponseRequest,
+    marks: Sequence[Mark],
+    turns: Turns,
+    prompt: Sequence[int],
+    tokenizer: Tokenizer,
+) -> CachePlan:
+    messages = _with_instructions(request.instructions, turns.all_messages())
+    num_before = len(messages) - len(turns.messages)
+    placed = [replace(mark, message=mark.message + num_before) for mark in marks]
+    text = partial(
+        chat_text, tokenizer=tokenizer, **checked_template_kwargs(request.chat_template_kwargs)
+    )
+    positions = breakpoint_positions(placed, messages, text, prompt, tokenizer)
+    return cache_plan(request, len(prompt), marks, positions)
 
 
 def _chat_tokens(

@@ -64,7 +64,6 @@ class ResponseRequest(GenerationRequest):
     reasoning: dict[str, Any] | None = None
     safety_identifier: Any = None
     service_tier: Any = None
-    prompt_cache_key: Any = None
 
     @property
     def is_stored(self) -> bool:

@@ -10,11 +10,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from prefixkv.api.bodies import dump_json, json_response
+from prefixkv.api.cache_reports import CacheReports
+from prefixkv.api.cache_use import cache_controls, cache_reports
 from prefixkv.api.disconnect import unless_disconnected
 from prefixkv.api.endpoint import read_job
 from prefixkv.api.errors import UnsupportedField
 from prefixkv.api.generation import collect, first_of, generate
 from prefixkv.api.logprobs import ChatLogprobs
+from prefixkv.api.prewarm import prewarmed
+from prefixkv.api.request_headers import priority_of
 from prefixkv.api.request_id import request_id_of
 from prefixkv.api.response_events import ResponseEvents, response_events
 from prefixkv.api.response_items import input_items
@@ -26,7 +30,7 @@ from prefixkv.api.streaming import EventStream
 from prefixkv.api.tenant import Tenant, tenant_of
 from prefixkv.api.told_tokens import told_tokens
 from prefixkv.errors import InvalidRequest
-from prefixkv.outputs import BranchOutput, Usage
+from prefixkv.outputs import Completion
 
 # ids stand in paths
 _NOT_IN_IDS = re.compile(r"[^A-Za-z0-9._-]")
@@ -79,29 +83,38 @@ def responses_router(service: Service) -> APIRouter:
 
 async def _respond(service: Service, http_request: Request, job: ResponseJob) -> Response:
     """Run `job` and answer it, unless the client leaves before."""
-    request_id = request_id_of(http_request)
-    request_id.adopt(job.request.request_id)
     tenant = tenant_of(http_request)
-    name = _NOT_IN_IDS.sub("_", request_id.value)
-    if service.responses.has(tenant, f"resp_{name}"):
-        name += f"-{uuid.uuid4().hex[:8]}"  # a client may send one id for several requests
+    name = _name(service, http_request, job)
     response = ResponseObject(name, job.model, job.request, job.params)
     deltas = generate(
         service.engine,
-        [job.chat.token_ids],
+        job.prompts,
         job.params,
         response_id=response.id,
         salt=job.salt,
-        priority=job.request.priority or 0,
+        priority=priority_of(http_request, job.request),
+        cache_controls=cache_controls(service, http_request, job),
     )
+    if job.request.is_prewarm:
+        deltas = prewarmed(deltas)
+    reports = cache_reports(service, http_request, job, name)
+    finish = partial(_finish, service, tenant, job, response, reports)
     if not job.request.stream:
         (completion,) = await unless_disconnected(http_request.receive, collect(deltas, 1))
-        finished = _finish(service, tenant, job, response, completion.outputs[0], completion.usage)
-        return json_response(finished)
+        return json_response(finish(completion))
     first = await unless_disconnected(http_request.receive, first_of(deltas))
     events = ResponseEvents(response, ChatLogprobs(service.engine.tokenizer))
-    finish = partial(_finish, service, tenant, job, response)
     return EventStream(response_events(first, deltas, events, finish))
+
+
+def _name(service: Service, http_request: Request, job: ResponseJob) -> str:
+    """Return what the id of the response ends with: the request's, unless it was used before."""
+    request_id = request_id_of(http_request)
+    request_id.adopt(job.request.request_id)
+    name = _NOT_IN_IDS.sub("_", request_id.value)
+    if service.responses.has(tenant_of(http_request), f"resp_{name}"):
+        name += f"-{uuid.uuid4().hex[:8]}"  # a client may send one id for several requests
+    return name
 
 
 def _finish(
@@ -109,16 +122,19 @@ def _finish(
     tenant: Tenant,
     job: ResponseJob,
     response: ResponseObject,
-    output: BranchOutput,
-    usage: Usage,
+    reports: CacheReports,
+    completion: Completion,
 ) -> dict[str, Any]:
     """Return the final object, and keep the answer's tokens and, unless declined, the response."""
     tokenizer = service.engine.tokenizer
+    output = completion.outputs[0]
     status: Status = "incomplete" if output.finish_reason == "length" else "completed"
     logprobs = None
     if output.logprobs is not None:
         logprobs = response_logprobs(ChatLogprobs(tokenizer)(output.logprobs)["content"])
-    body = response.body(status, [response.message(status, output.text, logprobs)], usage)
+    message = response.message(status, output.text, logprobs)
+    body = response.body(status, [message], completion.usage)
+    body |= reports.all_members([completion.cache_report])
     stop_included = job.params.include_stop_str_in_output
     told = told_tokens(output, tokenizer, stop_included=stop_included)
     assert told is not None  # other ends are errors

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from prefixkv.api.cache_fields import CacheFields
 from prefixkv.errors import InvalidRequest
 from prefixkv.sampling_params import MAX_LOGPROBS
 
@@ -59,7 +60,7 @@ class StreamOptions(BaseModel):
     include_usage: bool | None = None
 
 
-class GenerationRequest(BaseModel):
+class GenerationRequest(CacheFields):
     """Fields that completions and chats share."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, frozen=True)
@@ -168,7 +169,7 @@ class CompletionRequest(GenerationRequest):
     def check(self) -> None:
         """Raise InvalidRequest if fields contradict each other."""
         super().check()
-        if self.is_only_echo and not self.echo:
+        if self.is_only_echo and not self.echo and not self.is_prewarm:
             raise InvalidRequest(
                 "max_tokens is 0; without echo it must be at least 1.", "max_tokens"
             )

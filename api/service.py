@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from prefixkv.api.engine_interface import ServingEngine
+from prefixkv.api.explanations import Explanations
 from prefixkv.api.prompts import require_token_ids
 from prefixkv.api.response_store import ResponseStore
 from prefixkv.api.schemas import GenerationRequest
@@ -37,12 +38,17 @@ _AS_TUPLES = ("allowed_token_ids", "bad_words", "stop", "stop_token_ids")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """One engine under one or more model names; the first name is the one in answers."""
+    """One engine under one or more model names; the first name is the one in answers.
+
+    `tells_other_salts`: a miss may be explained by what is cached under another salt.
+    """
 
     engine: ServingEngine
     served_model_names: tuple[str, ...]
     max_body_bytes: int
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
+    explanations: Explanations = field(default_factory=Explanations)
+    tells_other_salts: bool = False
     token_memory: TokenMemory = field(default_factory=TokenMemory)
     responses: ResponseStore = field(default_factory=ResponseStore)
     created: int = field(default_factory=lambda: int(time.time()))

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from prefixkv.api.bodies import Envelope, dump_json, usage_body
+from prefixkv.api.cache_reports import CacheReports
 from prefixkv.api.disconnect import unless_disconnected
 from prefixkv.api.errors import describe
 from prefixkv.api.generation import Deltas, IndexedDelta
@@ -47,11 +48,16 @@ class Chunks(ABC):
             return b""
         return self._chunk(index, self._content(delta.text), "null", delta.logprobs)
 
-    def finish(self, index: int, delta: OutputDelta, usage: str | None) -> bytes:
-        """Return the last chunk of a choice, with `usage` as JSON unless it is None."""
+    def finish(self, index: int, delta: OutputDelta, usage: str | None, members: str = "") -> bytes:
+        """Return the last chunk of a choice, with `usage` as JSON unless it is None.
+
+        `members` follow, each as JSON behind a comma.
+        """
         reasons = f'"{delta.finish_reason}","stop_reason":{dump_json(delta.stop_reason)}'
         tail = f',"usage":{usage}' if usage is not None else ""
-        return self._chunk(index, self._content(delta.text), reasons, delta.logprobs, tail)
+        return self._chunk(
+            index, self._content(delta.text), reasons, delta.logprobs, tail + members
+        )
 
     def usage(self, usage: str) -> bytes:
         """Return the chunk that holds nothing but `usage`, as JSON."""
@@ -104,8 +110,17 @@ class Told:
     that, else on the last finish chunk, where clients that never ask see it too.
     """
 
-    def __init__(self, chunks: Chunks, *, num_prompts: int, n: int, usage_at_finish: bool) -> None:
+    def __init__(
+        self,
+        chunks: Chunks,
+        *,
+        num_prompts: int,
+        n: int,
+        usage_at_finish: bool,
+        cache_reports: CacheReports | None = None,
+    ) -> None:
         self._chunks = chunks
+        self._cache_reports = cache_reports
         self._n = n
         self._usage_at_finish = usage_at_finish
         self._begun: set[int] = set()
@@ -122,7 +137,15 @@ class Told:
             return opening + self._chunks.more(index, delta)
         self._num_open -= 1
         is_last = self._usage_at_finish and not self._num_open
-        return opening + self._chunks.finish(index, delta, self._usage() if is_last else None)
+        usage = self._usage() if is_last else None
+        return opening + self._chunks.finish(index, delta, usage, self._members(prompt, delta))
+
+    def _members(self, prompt: int, delta: OutputDelta) -> str:
+        """Return what the last chunk of a prompt tells besides: the engine reports only then."""
+        if self._cache_reports is None or delta.cache_report is None:
+            return ""
+        members = self._cache_reports.members(prompt, delta.cache_report)
+        return "".join(f',"{name}":{dump_json(value)}' for name, value in members.items())
 
     def ending(self) -> bytes:
         """Return what follows the last choice, perhaps nothing."""

@@ -1,7 +1,7 @@
 """Does the time to the first token tell what others have cached under another salt?
 
 One prompt is cached under salt "a". Then, again and again in random order, three requests are
-timed: the prompt under a salt of its own ("other"), a prompt that nobody sent before under such a salt
+timed: the prompt under a salt of its own ("other"), a new prompt under a salt of its own
 ("fresh"), and the prompt under "a" ("same"). If salts share nothing, "other" takes as long as
 "fresh": a sign test of the pairs finds no difference. The control is that the same test of "same"
 against "fresh", over as many pairs, does find one.

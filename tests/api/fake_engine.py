@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from prefixkv.admission import refuse_beside_beams
-from prefixkv.cache_control import CacheControl
+from prefixkv.cache_control import CacheControl, CacheReport
 from prefixkv.errors import ContextLengthExceeded, EngineStopped, InvalidRequest
 from prefixkv.outputs import (
     BranchOutput,
@@ -120,7 +120,8 @@ class FakeEngine:
     Of ranked branches the last one is the best.
 
     A test may set `error` (raised before the first delta), `fail_after` (deltas before `failure`
-    is raised), `step_s` and `pause_after` (deltas before a very long step), and may read the rest.
+    is raised), `step_s` and `pause_after` (deltas before a very long step) and `cache_report`
+    (told with the last delta), and may read the rest.
     """
 
     def __init__(self) -> None:
@@ -140,6 +141,7 @@ class FakeEngine:
         self.pause_after: int | None = None
         self.num_hidden_steps = 0
         self.script: str = ALPHABET
+        self.cache_report: CacheReport | None = None
         self.calls: list[dict[str, Any]] = []
         self.num_aborts = 0
         self.num_active = 0
@@ -184,7 +186,7 @@ class FakeEngine:
         self.calls.append(
             call | {"cache_salt": cache_salt, "priority": priority, "cache_control": cache_control}
         )
-        usage = Usage(num_prompt_tokens=len(prompt), num_cached_tokens=num_cached)
+        usage = _usage(len(prompt), num_cached, cache_control)
         answers = [Answer(i, self.script, num_tokens, params) for i in range(params.num_branches)]
         scores = _prompt_logprobs(prompt, params.prompt_logprobs)
         self.num_active += 1
@@ -199,8 +201,9 @@ class FakeEngine:
                     usage.num_completion_tokens += 1
                     delta = answer.delta(step, usage, request_id or "", self.num_hidden_steps)
                     is_finished = all(answer.is_over for answer in answers)
+                    report = self.cache_report if is_finished else None
                     if not params.is_ranked:
-                        yield replace(delta, prompt_logprobs=scores)
+                        yield replace(delta, prompt_logprobs=scores, cache_report=report)
                         scores = None
             if params.is_ranked:
                 for index, answer in enumerate(answers[::-1][: params.n]):
@@ -216,6 +219,13 @@ class FakeEngine:
     def _require_running(self) -> None:
         if not self.is_running:
             raise EngineStopped("the engine is stopped")
+
+
+def _usage(num_prompt: int, num_cached: int, control: CacheControl | None) -> Usage:
+    limit = control.write_limit if control is not None else None
+    num_findable = num_prompt if limit is None else min(limit, num_prompt)
+    num_written = max(0, num_findable - num_cached)
+    return Usage(num_prompt, num_cached, num_cache_write_tokens=num_written)
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:

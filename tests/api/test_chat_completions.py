@@ -35,7 +35,7 @@ def test_a_chat_has_every_key_clients_read(client: httpx.Client) -> None:
             "prompt_tokens": 20,
             "completion_tokens": 26,
             "total_tokens": 46,
-            "prompt_tokens_details": {"cached_tokens": 0},
+            "prompt_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 20},
         },
     }
 

@@ -92,7 +92,7 @@ def test_a_response_has_every_key_clients_read(client: httpx.Client) -> None:
         ],
         "usage": {
             "input_tokens": 20,
-            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 20},
             "output_tokens": 3,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": 23,

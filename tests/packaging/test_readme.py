@@ -66,7 +66,7 @@ def test_the_requests_are_answered_as_shown(tmp_path: Path) -> None:
 
     assert answers[1:] == shown
     assert answers[0][0] == shown[0][0]
-    assert answers[0][1]["prompt_tokens_details"] == {"cached_tokens": 0}
+    assert answers[0][1]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
 def test_the_docstring_that_it_points_at_runs() -> None:

@@ -57,10 +57,10 @@ def test_greedy_choices_are_the_one_greedy_answer(client: httpx.Client) -> None:
     assert texts(many) == texts(one) * 16
     assert many["usage"]["prompt_tokens"] == one["usage"]["prompt_tokens"] == 16
     assert many["usage"]["completion_tokens"] == 16 * one["usage"]["completion_tokens"]
-    assert many["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+    assert many["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     warm = ask(client, COMPLETIONS, **request, n=2, cache_salt="cold")
     assert texts(warm) == texts(one) * 2
-    assert warm["usage"]["prompt_tokens_details"] == {"cached_tokens": 15}
+    assert warm["usage"]["prompt_tokens_details"]["cached_tokens"] == 15
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHATS])
