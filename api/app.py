@@ -66,6 +66,7 @@ def create_app(
     app = FastAPI(
         title="prefixkv", version=version("prefixkv"), lifespan=lifespan, redirect_slashes=False
     )
+    describe_api(app)
     app.include_router(completions_router(service))
     app.include_router(chat_completions_router(service))
     app.include_router(responses_router(service))

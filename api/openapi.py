@@ -16,16 +16,27 @@ from pydantic.json_schema import models_json_schema
 from prefixkv.api.answer_schemas import (
     CHAT_COMPLETION,
     COMPLETION,
+    DELETED,
     DETOKENIZED,
     ERROR,
+    EXPLANATION,
     HEALTH,
+    ITEMS,
     MODEL,
     MODEL_LIST,
+    RESPONSE,
     TOKENIZED,
     VERSION,
     JsonSchema,
 )
-from prefixkv.api.errors import ANSWERS, BodyTooLarge, WrongMediaType
+from prefixkv.api.errors import (
+    ANSWERS,
+    BodyTooLarge,
+    ResponseNotFound,
+    UnknownRequest,
+    WrongMediaType,
+)
+from prefixkv.api.response_request import ResponseRequest
 from prefixkv.api.schemas import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -37,6 +48,7 @@ from prefixkv.errors import EngineStopped, InvalidRequest, ModelNotFound, QueueF
 Errors = tuple[type[Exception], ...]
 
 OF_A_BODY: Errors = (InvalidRequest, BodyTooLarge, WrongMediaType)
+OF_A_RESPONSE: Errors = (InvalidRequest, ResponseNotFound)
 OF_THE_ENGINE: Errors = (QueueFull, StepFailed, EngineStopped)
 
 
@@ -55,8 +67,9 @@ class Operation:
     streams: bool = False
 
 
-def _generation(body: type[BaseModel], answer: JsonSchema) -> Operation:
-    return Operation(body, answer, (*OF_A_BODY, ModelNotFound, *OF_THE_ENGINE), streams=True)
+def _generation(body: type[BaseModel], answer: JsonSchema, *more: type[Exception]) -> Operation:
+    errors = (*OF_A_BODY, ModelNotFound, *more, *OF_THE_ENGINE)
+    return Operation(body, answer, errors, streams=True)
 
 
 OPERATIONS: Mapping[str, Operation] = MappingProxyType(
@@ -67,6 +80,17 @@ OPERATIONS: Mapping[str, Operation] = MappingProxyType(
         "POST /detokenize": Operation(DetokenizeRequest, DETOKENIZED, (*OF_A_BODY, ModelNotFound)),
         "GET /v1/models": Operation(answer=MODEL_LIST),
         "GET /v1/models/{model_id}": Operation(answer=MODEL, errors=(ModelNotFound,)),
+        "POST /v1/responses": _generation(ResponseRequest, RESPONSE, ResponseNotFound),
+        "GET /v1/responses/{response_id}": Operation(answer=RESPONSE, errors=OF_A_RESPONSE),
+        "DELETE /v1/responses/{response_id}": Operation(answer=DELETED, errors=OF_A_RESPONSE),
+        "POST /v1/responses/{response_id}/cancel": Operation(errors=OF_A_RESPONSE),
+        "GET /v1/responses/{response_id}/input_items": Operation(
+            answer=ITEMS, errors=OF_A_RESPONSE
+        ),
+        "GET /v1/prefixkv/explain/{request_id}": Operation(
+            answer=EXPLANATION, errors=(UnknownRequest,)
+        ),
+        "GET /tokenizer_info": Operation(),
         "GET /health": Operation(answer=HEALTH, errors=(EngineStopped,)),
         "GET /ready": Operation(answer=HEALTH, errors=(EngineStopped,)),
         "GET /version": Operation(answer=VERSION),
@@ -105,12 +129,19 @@ PROMPT: JsonSchema = {
         {"type": "array", "minItems": 1, "items": _IDS},
     ]
 }
+INPUT: JsonSchema = {
+    "anyOf": [
+        {"type": "string", "minLength": 1},
+        {"type": "array", "minItems": 1, "items": {"type": "object"}},
+    ]
+}
 # what the schemas leave to be judged later, because a shape alone does not tell enough
 LATER: Mapping[tuple[str, str], JsonSchema] = MappingProxyType(
     {
         ("CompletionRequest", "prompt"): PROMPT,
         ("ChatCompletionRequest", "messages"): MESSAGES,
         ("DetokenizeRequest", "tokens"): _IDS,
+        ("ResponseRequest", "input"): INPUT,
     }
 )
 
