@@ -44,7 +44,7 @@ def sign_test(pairs: Sequence[tuple[float, float]]) -> float:
     n = len(pairs)
     larger = sum(a > b for a, b in pairs)
     extreme = min(larger, n - larger)
-    return min(1.0, 2 * sum(math.comb(n, k) for k in range(extreme + 1)) / 2**n)
+    return min(1.0, 2 * sum(math.comb(n, k) for k in range(extreme + 1)) / 2.0**n)
 
 
 async def measure(num_rounds: int, seed: int) -> dict[str, list[float]]:

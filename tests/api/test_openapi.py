@@ -53,7 +53,7 @@ def app() -> Any:
 
     The context is short, as generated bodies ask for as many tokens as there may be.
     """
-    engine = FakeEngine()
+    engine: Any = FakeEngine()
     engine.tokenizer = Tokenizer(byte_tokenizer())
     engine.vocab_size = len(byte_tokenizer())
     engine.max_model_len = 80
@@ -73,7 +73,7 @@ def session(app: Any) -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def operations(app: Any) -> dict[str, Any]:
     """The operations of the served document, by method and path."""
-    schema = schemathesis.openapi.from_asgi("/openapi.json", app)
+    schema: Any = schemathesis.openapi.from_asgi("/openapi.json", app)
     operations = [one.ok() for one in schema.get_all_operations()]
     return {operation.label: operation for operation in operations}
 

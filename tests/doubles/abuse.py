@@ -72,10 +72,12 @@ class Abuse:
                 group.create_task(self.behave(rng, until) if i % 2 else self.misuse(rng, until))
 
     async def behave(self, rng: random.Random, until: float) -> None:
-        """Ask again and again; each answer must come, whole and right."""
+        """Ask again and again, once at least; each answer must come, whole and right."""
         limits = httpx.Limits(max_connections=1)
         async with httpx.AsyncClient(base_url=self.url, timeout=DEADLINE_S, limits=limits) as http:
-            while time.monotonic() < until:
+            is_first = True
+            while is_first or time.monotonic() < until:
+                is_first = False
                 prompt = rng.choice(PROMPTS)
                 body = {**PLAIN, "prompt": prompt, "stream": rng.random() < 0.5}
                 response = await http.post("/v1/completions", json=body)
@@ -86,7 +88,9 @@ class Abuse:
     async def misuse(self, rng: random.Random, until: float) -> None:
         """Do one bad thing after the other, each on a connection of its own."""
         acts = [self.cut_request, self.cut_answer, self.read_slowly, self.oversize, self.malform]
-        while time.monotonic() < until:
+        is_first = True
+        while is_first or time.monotonic() < until:
+            is_first = False
             act = rng.choice(acts)
             reader, writer = await asyncio.open_connection(sock=self.connection(rng))
             try:

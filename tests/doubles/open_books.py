@@ -52,10 +52,10 @@ def with_books(app: FastAPI, engine: AsyncEngine) -> FastAPI:
 
 
 if __name__ == "__main__":
-    make_app = server.create_app
-    server.build_engine = build_engine
-    server.create_app = lambda engine, *args, **kwargs: with_books(  # type: ignore[assignment]
-        make_app(engine, *args, **kwargs),
-        engine,  # type: ignore[arg-type]
+    patched: Any = server
+    make_app = patched.create_app
+    patched.build_engine = build_engine
+    patched.create_app = lambda engine, *args, **kwargs: with_books(
+        make_app(engine, *args, **kwargs), engine
     )
     cli.main()

@@ -2,7 +2,7 @@
 
 from abuse import abuse
 
-NUM_CONNECTIONS, SECONDS = 40, 3.0
+NUM_CONNECTIONS, SECONDS = 40, 2.0
 
 
 def test_misuse_leaves_nothing_behind() -> None:
