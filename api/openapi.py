@@ -51,6 +51,8 @@ OF_A_BODY: Errors = (InvalidRequest, BodyTooLarge, WrongMediaType)
 OF_A_RESPONSE: Errors = (InvalidRequest, ResponseNotFound)
 OF_THE_ENGINE: Errors = (QueueFull, StepFailed, EngineStopped)
 
+OF_KEYS: Errors = tuple(error for error, answer in ANSWERS.items() if answer.status == 401)
+
 
 @dataclass(frozen=True, slots=True)
 class Operation:
@@ -163,7 +165,7 @@ def openapi_document(app: FastAPI) -> dict[str, Any]:
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
             known = OPERATIONS.get(f"{method.upper()} {path}", Operation())
-            operation["responses"] = _responses(known)
+            operation["responses"] = _responses(known, OF_KEYS if path.startswith("/v1/") else ())
             if known.body is not None:
                 schema = {"$ref": _reference(known.body.__name__)}
                 operation["requestBody"] = {"required": True, "content": _json(schema)}
@@ -189,13 +191,13 @@ def _only(field: str) -> JsonSchema:
     return {"required": [field], "properties": {other: {"type": "null"}}}
 
 
-def _responses(known: Operation) -> dict[str, Any]:
+def _responses(known: Operation, of_keys: Errors) -> dict[str, Any]:
     content = _json(known.answer or {})
     if known.streams:
         content["text/event-stream"] = {}
     responses: dict[str, Any] = {"200": {"description": "Done.", "content": content}}
     by_status: dict[int, list[type[Exception]]] = {}
-    for error in known.errors:
+    for error in (*known.errors, *of_keys):
         by_status.setdefault(ANSWERS[error].status, []).append(error)
     for status, errors in sorted(by_status.items()):
         responses[str(status)] = _refusal(errors)
