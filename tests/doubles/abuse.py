@@ -146,9 +146,10 @@ class Abuse:
 
 
 def long_request(rng: random.Random) -> bytes:
-    """A request that takes long to answer, in one of several ways."""
+    """A request that takes long to answer, in one of several ways, and that few others share."""
     more: dict[str, Any] = rng.choice([{}, {"stream": True}, {"n": 3, "stream": True}, {"n": 2}])
-    body = {**PLAIN, "prompt": rng.choice(PROMPTS), "max_tokens": 80, **more}
+    prompt = f"{rng.choice(PROMPTS)} {rng.randrange(10**9)}"
+    body = {**PLAIN, "prompt": prompt, "max_tokens": 80, "temperature": 1, **more}
     return json.dumps(body).encode()
 
 
