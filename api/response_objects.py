@@ -60,8 +60,7 @@ class ResponseObject:
         }
 
     def failed(self, status: int, message: str) -> dict[str, Any]:
-        """Return the object of a response that ended with an error, `status` where it came
-        before the first event."""
+        """Return the object of a response that ended with an error of the table, by its status."""
         code = _ERROR_CODES.get(status, "server_error")
         return self.body("failed", []) | {"error": {"code": code, "message": message}}
 

@@ -7,21 +7,18 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from openai.types.responses import Response, ResponseItem, ResponseStreamEvent
+from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 from starlette.testclient import TestClient
 from starlette.types import Receive, Scope, Send
 
 from prefixkv.api.app import create_app
-from prefixkv.api.response_store import ResponseStore, StoredResponse, turns_of
 from prefixkv.api.tenant import SCOPE_KEY, Tenant
-from prefixkv.api.transcript import transcript_of
 from prefixkv.errors import QueueFull
 from tests.api.fake_engine import ALPHABET, FakeEngine
 
 URL = "/v1/responses"
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
-ITEM: TypeAdapter[Any] = TypeAdapter(ResponseItem)
 
 
 @pytest.fixture
@@ -59,11 +56,6 @@ def text_of(response: dict[str, Any]) -> str:
     """Return the answer."""
     text: str = response["output"][0]["content"][0]["text"]
     return text
-
-
-def with_content(content: Any) -> dict[str, Any]:
-    """Return the fields of a request with one message."""
-    return {"input": [{"role": "user", "content": content}]}
 
 
 def test_a_response_has_every_key_clients_read(client: httpx.Client) -> None:
@@ -193,69 +185,6 @@ def test_a_stream_that_fails_says_so_twice(client: httpx.Client, engine: FakeEng
     assert client.get(f"{URL}/{failed['response']['id']}").status_code == 404
 
 
-@pytest.mark.parametrize(
-    "item",
-    [
-        {"role": "user", "content": "hi"},
-        {"type": "message", "role": "user", "content": "hi"},
-        {"content": [{"type": "input_text", "text": "hi"}], "role": "user"},
-        {"content": [{"text": "h", "type": "text"}, {"type": "input_text", "text": "i"}],
-         "role": "user", "status": "completed", "id": "1"},
-    ],
-)  # fmt: skip
-def test_input_comes_in_many_spellings(
-    client: httpx.Client, engine: FakeEngine, item: dict[str, Any]
-) -> None:
-    """All render as a plain string does."""
-    create(client, input=[item], instructions="be nice")
-
-    assert engine.prompts == ["<system>be nice\n<user>hi\n<assistant>"]
-
-
-def test_a_history_of_tools_is_rendered_like_a_chats(
-    client: httpx.Client, engine: FakeEngine
-) -> None:
-    """Calls join the message before them, outputs are tool messages, reasoning is left out."""
-    calls = [
-        {"type": "function_call", "call_id": i, "name": "f", "arguments": '{"a":  1}', "id": "fc"}
-        for i in "12"
-    ]
-    wet = [{"type": "input_text", "text": "wet"}]
-    outputs = [
-        {"type": "function_call_output", "call_id": "1", "output": "sunny"},
-        {"type": "function_call_output", "call_id": "2", "output": wet},
-    ]  # fmt: skip
-    part = {"type": "output_text", "text": "so", "annotations": []}
-    said = {"type": "message", "role": "assistant", "id": "msg_1", "content": [part]}
-    reasoning = {"type": "reasoning", "id": "rs_1", "summary": []}
-    history = [{"role": "user", "content": "hi"}, reasoning, said, *calls, *outputs]
-    response = create(client, input=history)
-    function = {"name": "f", "arguments": '{"a": 1}'}
-    chat = [
-        {"role": "user", "content": "hi"},
-        {"role": "assistant", "content": "so", "tool_calls": [
-            {"id": i, "type": "function", "function": function} for i in "12"]},
-        {"role": "tool", "tool_call_id": "1", "content": "sunny"},
-        {"role": "tool", "tool_call_id": "2", "content": "wet"},
-    ]  # fmt: skip
-    client.post("/v1/chat/completions", json={"messages": chat})
-
-    assert engine.prompts[0] == engine.prompts[1]
-    page = client.get(f"{URL}/{response['id']}/input_items?order=asc&limit=5").json()
-    for item in page["data"]:
-        ITEM.validate_python(item, strict=True)
-    kinds = [item["type"].removeprefix("function_") for item in page["data"]]
-    assert (kinds, page["has_more"]) == (
-        ["message", "message", "call", "call", "call_output"],
-        True,
-    )
-    rest = client.get(
-        f"{URL}/{response['id']}/input_items?order=asc&after={page['last_id']}"
-    ).json()
-    assert [item["output"] for item in rest["data"]] == ["wet"]
-    assert client.get(f"{URL}/{response['id']}/input_items?limit=0").status_code == 400
-
-
 def test_previous_responses_are_gone_on_from(client: httpx.Client, engine: FakeEngine) -> None:
     """Twice: a fork. Instructions are those of the request, not of the response before."""
     first = create(client, instructions="be nice", metadata={"k": "v"}, user="u")
@@ -332,49 +261,6 @@ def test_fields_that_change_nothing_are_accepted(client: httpx.Client, engine: F
     assert (params.max_tokens, call["priority"]) == (3, 2)
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"input": None}, "input"),
-        ({"input": []}, "input"),
-        ({"input": [1]}, "input.0"),
-        ({"input": [{"type": "reasoning"}]}, "input"),
-        ({"input": [{"role": "tool", "content": "x"}]}, "input.0.role"),
-        ({"input": [{"role": "user"}]}, "input.0.content"),
-        (with_content([{"type": "input_image"}]), "input.0.content.0.type"),
-        (with_content([{"type": "input_text"}]), "input.0.content.0.text"),
-        (with_content(["x"]), "input.0.content.0"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0.type"),
-        ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input.0.call_id"),
-        ({"input": [{"type": "function_call_output", "call_id": "1"}]}, "input.0.output"),
-        ({"input": "x" * 200_001}, "input"),
-        ({"tools": [{"type": "function", "name": "f"}]}, "tools"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"text": {"format": {"type": "json_schema"}}}, "text"),
-        ({"truncation": "auto"}, "truncation"),
-        ({"background": True}, "background"),
-        ({"conversation": "c"}, "conversation"),
-        ({"prompt": {"id": "p"}}, "prompt"),
-        ({"n": 2}, "n"),
-        ({"max_output_tokens": 0}, "max_output_tokens"),
-        ({"instructions": 3}, "instructions"),
-        ({"metadata": {"k" * 65: "v"}}, None),
-        ({"top_logprobs": 100}, "top_logprobs"),
-        ({"stream": True, "use_beam_search": True}, "stream"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_served_is_refused(
-    client: httpx.Client, fields: dict[str, Any], param: str | None
-) -> None:
-    """A 400 that names the field."""
-    answer = client.post(URL, json={"input": "hi", **fields})
-    error = answer.json()["error"]
-
-    assert answer.status_code == 400, answer.text
-    assert sorted(error) == ["code", "message", "param", "type"]
-    assert param is None or error["param"] == param
-
-
 def test_a_tenant_sees_its_own_responses_only(engine: FakeEngine) -> None:
     """Another key's response is as if it had never been, whatever its id."""
     app = create_app(engine, ["m"])
@@ -391,39 +277,3 @@ def test_a_tenant_sees_its_own_responses_only(engine: FakeEngine) -> None:
         assert client.get(f"{URL}/{made}", headers=headers).status_code == status
         assert client.post(URL, json=follow, headers=headers).status_code == status
     assert client.delete(f"{URL}/{made}", headers={"x-name": "b"}).status_code == 404
-
-
-def stored(text: str, previous: StoredResponse | None = None) -> StoredResponse:
-    """Return a response whose prompt and answer are `text`."""
-    ids = list(text.encode())
-    turns = turns_of([{"role": "user", "content": text}], previous.turns if previous else None)
-    transcript = (
-        previous.transcript.followed_by(text, ids) if previous else transcript_of(text, ids)
-    )
-    return StoredResponse("{}", turns, transcript, "", None, {}, None)
-
-
-def test_the_store_is_bounded() -> None:
-    """By number and by bytes, the least recently used first; what turns share counts once."""
-    tenant = Tenant()
-    few = ResponseStore(max_responses=2)
-    for name in "abc":
-        few.put(tenant, name, stored(name))
-        assert few.has(tenant, "a")  # which is a use
-    assert (len(few), few.has(tenant, "b")) == (2, False)
-
-    one = stored("x" * 10_000)
-    small = ResponseStore(max_bytes=200_000)
-    small.put(tenant, "one", one)
-    num_bytes = small.num_bytes
-    for i in range(3):
-        small.put(tenant, f"fork {i}", stored("y", one))
-    assert num_bytes < small.num_bytes < 1.2 * num_bytes
-    for i in range(10):
-        small.put(tenant, f"other {i}", stored(f"{i}" * 10_000))
-        assert small.num_bytes <= 200_000
-    assert 1 < len(small) < 10
-    for i in range(10):
-        if small.has(tenant, f"other {i}"):
-            small.delete(tenant, f"other {i}")
-    assert (len(small), small.num_bytes) == (0, 0)

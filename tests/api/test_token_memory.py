@@ -12,10 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 from prefixkv.api.chat_digest import chat_digests
 from prefixkv.api.messages import RenderedChat, normalized
-from prefixkv.api.shared_lru import SharedLRU
 from prefixkv.api.token_memory import ChatTokens, TokenMemory
 from prefixkv.api.told_tokens import ToldTokens, told_tokens
-from prefixkv.api.transcript import Transcript, transcript_of
 from prefixkv.outputs import BranchOutput
 from prefixkv.tokenizer import Tokenizer
 from tests.api.fake_engine import FakeEngine
@@ -271,24 +269,6 @@ def _ids(tokens: Sequence[str | bytes]) -> list[int]:
     by_bytes = {TOKENIZER.token_bytes(i): i for i in range(TOKENIZER.vocab_size)}
     spelled = [END if token == "." else token for token in tokens]
     return [by_bytes[t if isinstance(t, bytes) else t.encode()] for t in spelled]
-
-
-def test_parts_count_once_and_are_gone_with_the_last_that_has_them() -> None:
-    """A beginning lives as long as what goes on from it."""
-    memory: SharedLRU[str, Transcript] = SharedLRU(10**6)
-    trunk = transcript_of("x" * 1000, range(1000))
-    kids = [trunk.followed_by("y", [i]) for i in range(3)]
-    for name, value in zip("abc", kids, strict=True):
-        memory.put(name, value)
-    memory.put("trunk", trunk)
-    total = memory.num_bytes
-    assert total == trunk.num_bytes + sum(kid.num_bytes for kid in kids)
-    memory.put("trunk", trunk)
-    memory.pop("trunk")
-    assert memory.num_bytes == total
-    for name in "abc":
-        memory.pop(name)
-    assert (memory.num_bytes, len(memory), memory.pop("a")) == (0, 0, None)
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])

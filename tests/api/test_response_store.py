@@ -1,0 +1,41 @@
+"""The store of responses alone."""
+
+from prefixkv.api.response_store import ResponseStore, StoredResponse, turns_of
+from prefixkv.api.tenant import Tenant
+from prefixkv.api.transcript import transcript_of
+
+
+def stored(text: str, previous: StoredResponse | None = None) -> StoredResponse:
+    """Return a response whose prompt and answer are `text`."""
+    ids = list(text.encode())
+    turns = turns_of([{"role": "user", "content": text}], previous.turns if previous else None)
+    transcript = (
+        previous.transcript.followed_by(text, ids) if previous else transcript_of(text, ids)
+    )
+    return StoredResponse("{}", turns, transcript, "", None, {}, None)
+
+
+def test_the_store_is_bounded() -> None:
+    """By number and by bytes, the least recently used first; what turns share counts once."""
+    tenant = Tenant()
+    few = ResponseStore(max_responses=2)
+    for name in "abc":
+        few.put(tenant, name, stored(name))
+        assert few.has(tenant, "a")  # which is a use
+    assert (len(few), few.has(tenant, "b")) == (2, False)
+
+    one = stored("x" * 10_000)
+    small = ResponseStore(max_bytes=200_000)
+    small.put(tenant, "one", one)
+    num_bytes = small.num_bytes
+    for i in range(3):
+        small.put(tenant, f"fork {i}", stored("y", one))
+    assert num_bytes < small.num_bytes < 1.2 * num_bytes
+    for i in range(10):
+        small.put(tenant, f"other {i}", stored(f"{i}" * 10_000))
+        assert small.num_bytes <= 200_000
+    assert 1 < len(small) < 10
+    for i in range(10):
+        if small.has(tenant, f"other {i}"):
+            small.delete(tenant, f"other {i}")
+    assert (len(small), small.num_bytes) == (0, 0)

@@ -1,0 +1,22 @@
+"""A bounded memory of things that share parts."""
+
+from prefixkv.api.shared_lru import SharedLRU
+from prefixkv.api.transcript import Transcript, transcript_of
+
+
+def test_parts_count_once_and_are_gone_with_the_last_that_has_them() -> None:
+    """A beginning lives as long as what goes on from it."""
+    memory: SharedLRU[str, Transcript] = SharedLRU(10**6)
+    trunk = transcript_of("x" * 1000, range(1000))
+    kids = [trunk.followed_by("y", [i]) for i in range(3)]
+    for name, value in zip("abc", kids, strict=True):
+        memory.put(name, value)
+    memory.put("trunk", trunk)
+    total = memory.num_bytes
+    assert total == trunk.num_bytes + sum(kid.num_bytes for kid in kids)
+    memory.put("trunk", trunk)
+    memory.pop("trunk")
+    assert memory.num_bytes == total
+    for name in "abc":
+        memory.pop(name)
+    assert (memory.num_bytes, len(memory), memory.pop("a")) == (0, 0, None)
