@@ -3,27 +3,36 @@
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from importlib.metadata import version
+from typing import Any
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
+from prefixkv.api.access_log import AccessLog
+from prefixkv.api.api_keys import ApiKeys
+from prefixkv.api.authentication import Authentication
+from prefixkv.api.cache_admin import cache_admin_router
 from prefixkv.api.chat_completions import chat_completions_router
 from prefixkv.api.completions import completions_router
+from prefixkv.api.draining import Drain, DrainGate
 from prefixkv.api.engine_interface import ServingEngine
 from prefixkv.api.errors import UnexpectedErrors, handle_error, handle_http_exception
 from prefixkv.api.explain import explain_router
 from prefixkv.api.health import health_router
+from prefixkv.api.key_limits import KeyLimits
+from prefixkv.api.metrics import metrics_router
 from prefixkv.api.models import models_router
 from prefixkv.api.openapi import describe_api
+from prefixkv.api.refusals import CountedRefusals, Refusals
 from prefixkv.api.request_id import RequestIds
 from prefixkv.api.responses import responses_router
+from prefixkv.api.server_options import MAX_BODY_BYTES
 from prefixkv.api.service import Service
 from prefixkv.api.token_memory import TOKEN_MEMORY_BYTES, TokenMemory
 from prefixkv.api.tokenization import tokenization_router
 from prefixkv.errors import PrefixKVError
-
-MAX_BODY_BYTES = 32 * 2**20
 
 
 def create_app(
@@ -32,6 +41,10 @@ def create_app(
     *,
     max_body_bytes: int = MAX_BODY_BYTES,
     token_memory_bytes: int = TOKEN_MEMORY_BYTES,
+    keys: ApiKeys | None = None,
+    allowed_origins: Sequence[str] = (),
+    silent_paths: Sequence[str] = (),
+    drain: Drain | None = None,
 ) -> FastAPI:
     """Return an ASGI application that serves `engine` in the shapes of OpenAI's API.
 
@@ -42,15 +55,21 @@ def create_app(
         served_model_names: names that clients may ask for; the first is the default.
         max_body_bytes: larger request bodies are refused with 413 while they arrive.
         token_memory_bytes: for answers as ids, which the next turn of a chat takes up; 0 for none.
+        keys: without which no request is served; None serves everybody.
+        allowed_origins: of web pages whose scripts may read answers; `*` means all.
+        silent_paths: which the log of requests leaves out.
+        drain: with which the caller ends the service in good order.
 
     Raises:
         ConfigError: there is no name, or an empty one.
     """
+    keys = keys or ApiKeys()
     service = Service(
         engine=engine,
         served_model_names=tuple(dict.fromkeys(served_model_names)),
         max_body_bytes=max_body_bytes,
         token_memory=TokenMemory(token_memory_bytes),
+        drain=drain or Drain(),
     )
 
     @asynccontextmanager
@@ -66,7 +85,6 @@ def create_app(
     app = FastAPI(
         title="prefixkv", version=version("prefixkv"), lifespan=lifespan, redirect_slashes=False
     )
-    describe_api(app)
     app.include_router(completions_router(service))
     app.include_router(chat_completions_router(service))
     app.include_router(responses_router(service))
@@ -74,9 +92,31 @@ def create_app(
     app.include_router(tokenization_router(service))
     app.include_router(health_router(service))
     app.include_router(explain_router(service))
+    app.include_router(cache_admin_router(service, keys))
+    refusals = Refusals()
+    app.include_router(metrics_router(service, refusals))
+    describe_api(app)
     for kind in (PrefixKVError, ClientDisconnect):
-        app.add_exception_handler(kind, handle_error)
+        app.add_exception_handler(kind, refusals.counting(handle_error))
     app.add_exception_handler(HTTPException, handle_http_exception)
+    # the first one added is the innermost
+    app.add_middleware(KeyLimits)
+    app.add_middleware(DrainGate, drain=service.drain)
+    app.add_middleware(Authentication, keys=keys)
+    app.add_middleware(CountedRefusals, refusals=refusals)
     app.add_middleware(UnexpectedErrors)
+    if allowed_origins:
+        app.add_middleware(CORSMiddleware, **_cors(allowed_origins))
+    app.add_middleware(AccessLog, silent_paths=silent_paths)
     app.add_middleware(RequestIds)
     return app
+
+
+def _cors(allowed_origins: Sequence[str]) -> dict[str, Any]:
+    """Return what browsers allow scripts of those origins; cookies are no part of the API."""
+    return {
+        "allow_origins": list(allowed_origins),
+        "allow_methods": ["*"],
+        "allow_headers": ["*"],
+        "expose_headers": ["x-request-id", "retry-after"],
+    }

@@ -14,6 +14,9 @@ from prefixkv.outputs import BranchOutput, Completion, Usage
 
 SYSTEM_FINGERPRINT = f"prefixkv-{version('prefixkv')}"
 
+# made once: `json.dumps` makes one for each call, which costs more than a token's text
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
@@ -39,7 +42,7 @@ def dump_json(value: Any) -> str:
 
     Some clients split streams with `str.splitlines`, which also breaks at these three.
     """
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    text = _encode(value)
     if text.isascii():
         return text
     return text.replace("\u2028", "\\u2028").replace("\u2029", "\\u2029").replace("\x85", "\\u0085")

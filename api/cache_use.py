@@ -8,7 +8,7 @@ from prefixkv.api.cache_plan import CachingJob
 from prefixkv.api.cache_reports import CacheReports
 from prefixkv.api.request_headers import session_of
 from prefixkv.api.service import Service
-from prefixkv.api.tenant import ANONYMOUS, tenant_of
+from prefixkv.api.tenant import tenant_of
 from prefixkv.cache_control import CacheControl
 
 
@@ -17,7 +17,8 @@ def cache_controls(
 ) -> list[CacheControl | None]:
     """Return the controls of each prompt, with what only the HTTP request tells."""
     session = session_of(http_request, job.request)
-    looks = bool(job.request.return_cache_report) and service.tells_other_salts
+    may_look = service.tells_other_salts or tenant_of(http_request).is_admin
+    looks = bool(job.request.return_cache_report) and may_look
     controls = [plan.control for plan in job.plans]
     if session is None and not looks:
         return controls
@@ -32,10 +33,10 @@ def cache_reports(
 ) -> CacheReports:
     """Return what makes the members of the answer, and remembers explanations under the id."""
     tenant = tenant_of(http_request)
+    is_salted = tenant.salt_for(job.request.cache_salt) is not None
     return CacheReports(
         job,
         service.engine.tokenizer,
-        # keys without a salt share a cache, but need not show each other what they sent
-        tells_cached=tenant is ANONYMOUS or tenant.salt_for(job.request.cache_salt) is not None,
+        tells_cached=is_salted or service.shows_shared_text,
         keep=service.explanations.recorder(tenant, request_id),
     )

@@ -1,7 +1,6 @@
 """The `prefixkv` command. Heavy imports wait until a command needs them, so that help is fast."""
 
 import atexit
-import logging
 import os
 import sys
 import traceback
@@ -12,27 +11,21 @@ from typing import Annotated
 import typer
 
 from prefixkv.api.cli_options import (
-    BackendOption,
-    BlockSizeOption,
     DebugOption,
-    DeviceOption,
-    DTypeOption,
-    GPUMemoryOption,
-    KVCacheMemoryOption,
-    LogLevel,
-    MaxModelLenOption,
-    MaxNumBatchedTokensOption,
-    MaxNumSeqsOption,
     ModelArgument,
     ModelOption,
-    NumBlocksOption,
-    PrefixCachingOption,
     SeedOption,
     Session,
-    ThreadsOption,
     choose_model,
 )
-from prefixkv.config import EngineConfig
+from prefixkv.api.config_file import ConfigOption
+from prefixkv.api.option_groups import (
+    ComputeOptions,
+    EngineOptions,
+    ModelOptions,
+    takes_option_groups,
+)
+from prefixkv.api.server_options import ServerOptions
 from prefixkv.errors import PrefixKVError
 
 app = typer.Typer(
@@ -87,92 +80,29 @@ def start(
 
 
 @app.command()
+@takes_option_groups
 def serve(
     context: typer.Context,
+    engine: EngineOptions,
+    options: ServerOptions,
     model_argument: ModelArgument = None,
-    model: ModelOption = None,
-    served_model_name: Annotated[
-        list[str] | None,
-        typer.Option(
-            envvar="PREFIXKV_SERVED_MODEL_NAME",
-            help="Name in the API; may be given several times.  [default: MODEL]",
-        ),
-    ] = None,
-    host: Annotated[str, typer.Option(envvar="PREFIXKV_HOST")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(envvar="PREFIXKV_PORT", min=0, max=65535)] = 8000,
-    dtype: DTypeOption = "auto",
-    device: DeviceOption = "auto",
-    max_model_len: MaxModelLenOption = None,
-    block_size: BlockSizeOption = 16,
-    num_blocks: NumBlocksOption = None,
-    kv_cache_memory_bytes: KVCacheMemoryOption = None,
-    gpu_memory_utilization: GPUMemoryOption = 0.9,
-    max_num_seqs: MaxNumSeqsOption = 64,
-    max_num_batched_tokens: MaxNumBatchedTokensOption = 2048,
-    max_queue: Annotated[
-        int | None,
-        typer.Option(
-            "--max-queue",
-            "--max-num-waiting",
-            envvar="PREFIXKV_MAX_QUEUE",
-            min=1,
-            help="Requests that may wait before others get 429; any number if not given.",
-        ),
-    ] = None,
-    enable_prefix_caching: PrefixCachingOption = True,
-    attention_backend: BackendOption = "auto",
-    seed: SeedOption = None,
-    threads: ThreadsOption = None,
-    shutdown_timeout: Annotated[
-        float,
-        typer.Option(
-            envvar="PREFIXKV_SHUTDOWN_TIMEOUT",
-            min=0,
-            help="Seconds that running requests may go on after a signal.",
-        ),
-    ] = 5.0,
-    log_level: Annotated[LogLevel, typer.Option(envvar="PREFIXKV_LOG_LEVEL")] = "info",
-    uvicorn_log_level: Annotated[
-        LogLevel, typer.Option(envvar="PREFIXKV_UVICORN_LOG_LEVEL")
-    ] = "info",
+    config: ConfigOption = None,
     debug: DebugOption = False,
 ) -> None:
     """Serve a model over HTTP, in the shapes of OpenAI's API."""
-    config = EngineConfig(
-        model=choose_model(context, model_argument, model),
-        dtype=dtype,
-        device=device,
-        max_model_len=max_model_len,
-        block_size=block_size,
-        num_blocks=num_blocks,
-        kv_cache_memory_bytes=kv_cache_memory_bytes,
-        gpu_memory_utilization=gpu_memory_utilization,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_num_waiting=max_queue,
-        enable_prefix_caching=enable_prefix_caching,
-        attention_backend=attention_backend,
-        seed=seed,
-    )
-    _set_threads(threads)
-    _set_log_level(log_level)
-    from prefixkv.api.server import ServerOptions, run
+    engine_config = engine.engine_config(context, model_argument)
+    _set_threads(engine.threads)
+    from prefixkv.api.server import run
 
-    options = ServerOptions(
-        served_model_names=tuple(served_model_name or ()),
-        host=host,
-        port=port,
-        log_level=uvicorn_log_level,
-        shutdown_timeout_s=shutdown_timeout,
-    )
-    run(config, options)
+    run(engine_config, options)
 
 
 @app.command()
+@takes_option_groups
 def generate(
     context: typer.Context,
+    engine: ComputeOptions,
     prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...")],
-    model: ModelOption = None,
     chat: Annotated[
         bool, typer.Option("--chat", help="Put each prompt to the model as a chat.")
     ] = False,
@@ -186,30 +116,11 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="May be given several times.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos")] = False,
     seed: SeedOption = None,
-    dtype: DTypeOption = "auto",
-    device: DeviceOption = "auto",
-    max_model_len: MaxModelLenOption = None,
-    block_size: BlockSizeOption = 16,
-    num_blocks: NumBlocksOption = None,
-    kv_cache_memory_bytes: KVCacheMemoryOption = None,
-    gpu_memory_utilization: GPUMemoryOption = 0.9,
-    attention_backend: BackendOption = "auto",
-    threads: ThreadsOption = None,
     debug: DebugOption = False,
 ) -> None:
     """Print what the model makes of each PROMPT."""
-    config = EngineConfig(
-        model=choose_model(context, None, model),
-        dtype=dtype,
-        device=device,
-        max_model_len=max_model_len,
-        block_size=block_size,
-        num_blocks=num_blocks,
-        kv_cache_memory_bytes=kv_cache_memory_bytes,
-        gpu_memory_utilization=gpu_memory_utilization,
-        attention_backend=attention_backend,
-    )
-    _set_threads(threads)
+    config = engine.engine_config(context)
+    _set_threads(engine.threads)
     from prefixkv.api.offline import generate_and_print
     from prefixkv.api.schemas import GenerationRequest, parse_request
     from prefixkv.api.server import build_engine
@@ -243,17 +154,11 @@ def pull(
 
 
 @app.command()
+@takes_option_groups
 def info(
     context: typer.Context,
+    engine: ModelOptions,
     model_argument: ModelArgument = None,
-    model: ModelOption = None,
-    dtype: DTypeOption = "auto",
-    device: DeviceOption = "auto",
-    max_model_len: MaxModelLenOption = None,
-    block_size: BlockSizeOption = 16,
-    num_blocks: NumBlocksOption = None,
-    kv_cache_memory_bytes: KVCacheMemoryOption = None,
-    gpu_memory_utilization: GPUMemoryOption = 0.9,
     debug: DebugOption = False,
 ) -> None:
     """Print the shape of a model and what its KV cache costs."""
@@ -261,25 +166,10 @@ def info(
 
     from prefixkv.api.model_summary import summarize
 
-    config = EngineConfig(
-        model=choose_model(context, model_argument, model),
-        dtype=dtype,
-        device=device,
-        max_model_len=max_model_len,
-        block_size=block_size,
-        num_blocks=num_blocks,
-        kv_cache_memory_bytes=kv_cache_memory_bytes,
-        gpu_memory_utilization=gpu_memory_utilization,
-    )
-    Console().print(summarize(config).table())
+    Console().print(summarize(engine.engine_config(context, model_argument)).table())
 
 
 def _set_threads(threads: int | None) -> None:
     # read by OpenMP when torch and numba are imported, which they are not yet
     if threads is not None:
         os.environ["OMP_NUM_THREADS"] = os.environ["NUMBA_NUM_THREADS"] = str(threads)
-
-
-def _set_log_level(level: str) -> None:
-    logging.basicConfig(format="%(levelname)s: %(name)s: %(message)s")
-    logging.getLogger("prefixkv").setLevel(level.upper())

@@ -13,7 +13,6 @@ from prefixkv.config import DEFAULT_MODEL
 
 Backend = Literal["auto", "triton", "cpu", "reference"]
 DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
-LogLevel = Literal["critical", "error", "warning", "info", "debug"]
 
 
 @dataclass(slots=True)
@@ -31,9 +30,14 @@ def note_debug(context: typer.Context, debug: bool) -> bool:
     return debug
 
 
-def _bytes(text: str) -> int:
+def parse_size(text: str | int) -> int:
+    """Return the bytes that `text` means, which a default says as a number already.
+
+    Raises:
+        typer.BadParameter: it means none.
+    """
     try:
-        return parse_bytes(text)
+        return parse_bytes(str(text))
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
 
@@ -92,7 +96,7 @@ NumBlocksOption = Annotated[
 KVCacheMemoryOption = Annotated[
     int | None,
     typer.Option(
-        parser=_bytes,
+        parser=parse_size,
         metavar="SIZE",
         envvar="PREFIXKV_KV_CACHE_MEMORY_BYTES",
         help="Memory of the pool, like 2G or 512M.",
@@ -120,6 +124,16 @@ MaxNumSeqsOption = Annotated[
 MaxNumBatchedTokensOption = Annotated[
     int,
     typer.Option(envvar="PREFIXKV_MAX_NUM_BATCHED_TOKENS", min=1, help="Token budget of a step."),
+]
+MaxQueueOption = Annotated[
+    int | None,
+    typer.Option(
+        "--max-queue",
+        "--max-num-waiting",
+        envvar="PREFIXKV_MAX_QUEUE",
+        min=1,
+        help="Requests that may wait before others get 429; any number if not given.",
+    ),
 ]
 PrefixCachingOption = Annotated[
     bool,

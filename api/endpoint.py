@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
+from prefixkv.api.access_log import USAGES_KEY
 from prefixkv.api.answers import noted
 from prefixkv.api.bodies import Envelope, json_response
 from prefixkv.api.body import read_body
@@ -124,6 +125,7 @@ async def answer(service: Service, http_request: Request, job: Job, shape: Shape
     if not job.request.stream:
         work = collect(deltas, len(job.prompts), job.params.n)
         completions = await unless_disconnected(http_request.receive, work)
+        http_request.scope[USAGES_KEY] = [completion.usage for completion in completions]
         body = shape.body(envelope, completions, logprobs)
         _add_prompt_logprobs(body, shape, completions, job, service.engine.tokenizer)
         body |= reports.all_members([completion.cache_report for completion in completions])
@@ -136,6 +138,7 @@ async def answer(service: Service, http_request: Request, job: Job, shape: Shape
         usage_at_finish=not job.request.includes_usage,
         cache_reports=reports,
     )
+    http_request.scope[USAGES_KEY] = told.usages
     return EventStream(events(first, deltas, told))
 
 

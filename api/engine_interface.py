@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from prefixkv.cache_control import CacheControl
+from prefixkv.engine_stats import ServingStats
 from prefixkv.outputs import OutputDelta
 from prefixkv.sampling_params import SamplingParams
 
@@ -98,6 +99,14 @@ class ServingEngine(Protocol):
         What is wrong with the request is raised on the first `__anext__`. Cancelling or closing
         the iterator aborts the request.
         """
+        ...
+
+    async def snapshot(self) -> ServingStats:
+        """Return what the engine counts; raises EngineStopped if it does not run."""
+        ...
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget all that is cached or held; running requests go on."""
         ...
 
     async def start(self) -> None:

@@ -5,7 +5,7 @@ The body is `{"error": {"message", "type", "param", "code"}}`, all four keys alw
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -58,6 +58,22 @@ class ResponseNotFound(InvalidRequest):
     """No stored response of this tenant has that id (any more)."""
 
 
+class InvalidApiKey(PrefixKVError):
+    """The request shows no API key, or one that the server does not know."""
+
+
+class AdminKeyRequired(PrefixKVError):
+    """The route is for the holder of the admin key."""
+
+
+class KeyLimitReached(PrefixKVError):
+    """As many requests of the API key run or wait as it may have at once; try again later."""
+
+
+class Draining(EngineStopped):
+    """The server is about to end: it finishes what runs and begins nothing."""
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     """How one kind of error is told to the client."""
@@ -66,11 +82,16 @@ class Answer:
     type: str
     code: str | None = None
     retry_after_s: int | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 ANSWERS: Mapping[type[Exception], Answer] = MappingProxyType(
     {
         InvalidRequest: Answer(400, "invalid_request_error"),
+        InvalidApiKey: Answer(
+            401, "authentication_error", "invalid_api_key", headers={"WWW-Authenticate": "Bearer"}
+        ),
+        AdminKeyRequired: Answer(403, "permission_error", "admin_key_required"),
         ModelNotFound: Answer(404, "not_found_error", "model_not_found"),
         UnknownRequest: Answer(404, "not_found_error"),
         ResponseNotFound: Answer(404, "invalid_request_error"),
@@ -78,11 +99,13 @@ ANSWERS: Mapping[type[Exception], Answer] = MappingProxyType(
         BodyTooLarge: Answer(413, "invalid_request_error"),
         WrongMediaType: Answer(415, "invalid_request_error"),
         QueueFull: Answer(429, "rate_limit_error", "queue_full", retry_after_s=1),
+        KeyLimitReached: Answer(429, "rate_limit_error", "key_limit", retry_after_s=1),
         # nobody reads this one: the status is what proxies log for a client that left
         ClientDisconnect: Answer(499, "invalid_request_error", "client_disconnected"),
         StepFailed: Answer(500, "server_error", "step_failed"),
         Exception: Answer(500, "server_error", "internal_error"),
         EngineStopped: Answer(503, "service_unavailable_error", "engine_stopped", retry_after_s=5),
+        Draining: Answer(503, "service_unavailable_error", "draining", retry_after_s=5),
     }
 )
 """The nearest class in the error's own line of ancestors decides."""
@@ -125,7 +148,7 @@ def describe(error: Exception) -> dict[str, Any]:
 def error_response(error: Exception) -> JSONResponse:
     """Return the response for an error of the table."""
     answer = answer_to(error)
-    headers = {}
+    headers = dict(answer.headers)
     if answer.retry_after_s is not None:
         headers["Retry-After"] = str(answer.retry_after_s)
     return JSONResponse(describe(error), answer.status, headers)

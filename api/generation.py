@@ -34,8 +34,9 @@ def generate(
     """
     # a client may send one id twice at the same time; the engine's ids stay unique
     unique = uuid.uuid4().hex[:8]
-    return _merged(
-        [
+    streams = [
+        _checked(
+            index,
             engine.generate(
                 prompt,
                 params,
@@ -43,11 +44,12 @@ def generate(
                 cache_salt=salt,
                 priority=priority,
                 cache_control=cache_controls[index] if cache_controls else None,
-            )
-            for index, prompt in enumerate(prompts)
-        ],
-        params.n,
-    )
+            ),
+            params.n,
+        )
+        for index, prompt in enumerate(prompts)
+    ]
+    return streams[0] if len(streams) == 1 else _merged(streams)
 
 
 async def first_of(deltas: Deltas) -> IndexedDelta:
@@ -70,15 +72,9 @@ async def collect(deltas: Deltas, num_prompts: int, num_outputs: int = 1) -> lis
     return completions
 
 
-async def _merged(streams: Sequence[AsyncIterator[OutputDelta]], num_outputs: int) -> Deltas:
-    checked = [_checked(stream, num_outputs) for stream in streams]
-    if len(checked) == 1:
-        async with aclosing(checked[0]) as stream:
-            async for delta in stream:
-                yield 0, delta
-        return
+async def _merged(streams: Sequence[Deltas]) -> Deltas:
     queue: asyncio.Queue[IndexedDelta | Exception | None] = asyncio.Queue()
-    pumps = [asyncio.create_task(_pump(i, stream, queue)) for i, stream in enumerate(checked)]
+    pumps = [asyncio.create_task(_pump(stream, queue)) for stream in streams]
     try:
         num_running = len(pumps)
         while num_running:
@@ -95,31 +91,28 @@ async def _merged(streams: Sequence[AsyncIterator[OutputDelta]], num_outputs: in
         await asyncio.gather(*pumps, return_exceptions=True)
 
 
-async def _pump(
-    index: int,
-    stream: AsyncGenerator[OutputDelta, None],
-    queue: asyncio.Queue[IndexedDelta | Exception | None],
-) -> None:
+async def _pump(stream: Deltas, queue: asyncio.Queue[IndexedDelta | Exception | None]) -> None:
     try:
         async with aclosing(stream):
-            async for delta in stream:
-                queue.put_nowait((index, delta))
+            async for item in stream:
+                queue.put_nowait(item)
         queue.put_nowait(None)
     except Exception as error:
         queue.put_nowait(error)
 
 
-async def _checked(
-    stream: AsyncIterator[OutputDelta], num_outputs: int
-) -> AsyncGenerator[OutputDelta, None]:
+async def _checked(index: int, stream: AsyncIterator[OutputDelta], num_outputs: int) -> Deltas:
     """Pass deltas on; make sure that they end as promised, and that the engine hears of an end."""
     num_open = num_outputs
     try:
         async for delta in stream:
+            if delta.finish_reason is None:
+                yield index, delta
+                continue
             if delta.finish_reason in ("abort", "error"):
                 raise StepFailed(delta.error or f"the request ended with {delta.finish_reason!r}")
-            yield delta
-            num_open -= delta.finish_reason is not None
+            yield index, delta
+            num_open -= 1
             if not num_open:
                 return
         raise StepFailed(f"the engine ended {num_open} outputs without a finish reason")

@@ -1,4 +1,4 @@
-"""GET /health and /ready: whether the engine takes requests; GET /version. None generates."""
+"""GET /health: the engine runs; GET /ready: it takes requests; GET /version. None generates."""
 
 from importlib.metadata import version
 
@@ -15,14 +15,19 @@ def health_router(service: Service) -> APIRouter:
     router = APIRouter()
 
     @router.get("/health", response_model=None)
-    @router.get("/ready", response_model=None)
     @router.head("/health", response_model=None, include_in_schema=False)
-    @router.head("/ready", response_model=None, include_in_schema=False)
     async def health() -> Response:
-        """Answer 200 while the engine runs, else 503."""
+        """Answer 200 while the engine runs, also during a drain, else 503."""
         if not service.engine.is_running:
             raise EngineStopped("The engine is not running.")
         return json_response({"status": "ok"})
+
+    @router.get("/ready", response_model=None)
+    @router.head("/ready", response_model=None, include_in_schema=False)
+    async def ready() -> Response:
+        """Answer 200 while new requests are served, else 503."""
+        service.drain.require_open()
+        return await health()
 
     @router.get("/version", response_model=None)
     async def tell_version() -> Response:

@@ -1,6 +1,7 @@
 """The id of a request: the client's own `X-Request-Id` where it is sane, else a fresh one."""
 
 import uuid
+from contextvars import ContextVar
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
@@ -38,6 +39,9 @@ class RequestId:
             self.value = named
 
 
+_current: ContextVar[RequestId | None] = ContextVar("prefixkv.request_id", default=None)
+
+
 class RequestIds:
     """ASGI middleware that gives every request an id and echoes it as `x-request-id`."""
 
@@ -51,6 +55,7 @@ class RequestIds:
             return
         request_id = RequestId(Headers(scope=scope).get("x-request-id"))
         scope[_SCOPE_KEY] = request_id
+        _current.set(request_id)
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -62,9 +67,20 @@ class RequestIds:
 
 def request_id_of(request: Request) -> RequestId:
     """Return the id that the middleware gave to `request`."""
-    request_id = request.scope[_SCOPE_KEY]
+    return request_id_in(request.scope)
+
+
+def request_id_in(scope: Scope) -> RequestId:
+    """Return the id that the middleware put into `scope`."""
+    request_id = scope[_SCOPE_KEY]
     assert isinstance(request_id, RequestId)
     return request_id
+
+
+def current_request_id() -> str | None:
+    """Return the id of the request that the running code belongs to, for its log lines."""
+    request_id = _current.get()
+    return None if request_id is None else request_id.value
 
 
 def is_printable(text: str) -> bool:

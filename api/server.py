@@ -2,49 +2,36 @@
 
 import asyncio
 import gc
-import json
-import math
-import shlex
+import logging
 import signal
 import socket
-import threading
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from types import FrameType
-from typing import Any
+import ssl
+import sys
+from functools import partial
 
 import uvicorn
-from rich.console import Console
+from fastapi import FastAPI
 
+from prefixkv.api.announcement import announce
 from prefixkv.api.app import create_app
+from prefixkv.api.draining import Drain
 from prefixkv.api.engine_interface import ServingEngine
+from prefixkv.api.graceful_server import GracefulServer, on_signals
+from prefixkv.api.key_file import collect_keys
+from prefixkv.api.listener import bind
+from prefixkv.api.log_format import configure_logs
+from prefixkv.api.origins import parse_origins
+from prefixkv.api.server_options import ServerOptions
 from prefixkv.config import EngineConfig
-from prefixkv.errors import ConfigError
+from prefixkv.errors import ConfigError, PrefixKVError
 
 # clients keep idle connections for 5 to 60 s; closing first would race with their next request
 KEEP_ALIVE_S = 75
 
-_UNSPECIFIED = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
+# for clients that do not take what was sent to them before the engine was stopped
+LAST_RESORT_S = 5
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerOptions:
-    """Where to listen and how to end.
-
-    Args:
-        served_model_names: names in the API; empty means the model as it was given.
-        host: a name or an address.
-        port: 0 takes any free one.
-        log_level: of uvicorn.
-        shutdown_timeout_s: how long running requests may go on after a signal.
-    """
-
-    served_model_names: tuple[str, ...] = ()
-    host: str = "127.0.0.1"
-    port: int = 8000
-    log_level: str = "info"
-    shutdown_timeout_s: float = 5.0
+logger = logging.getLogger("prefixkv.api")
 
 
 def build_engine(config: EngineConfig) -> ServingEngine:
@@ -67,138 +54,90 @@ def build_engine(config: EngineConfig) -> ServingEngine:
 def run(config: EngineConfig, options: ServerOptions) -> None:
     """Serve until SIGINT or SIGTERM, then return.
 
-    The port is taken first: loading takes long, and a port in use should show at once.
+    What can be wrong is looked at first: loading takes long, and a port in use should show at once.
 
     Raises:
-        ConfigError: the address cannot be listened on, or an engine option is wrong.
+        ConfigError: the address cannot be listened on, or an option is wrong.
         ModelError: the model cannot be loaded.
     """
-    with bind(options.host, options.port) as listener, _on_signals(signal.default_int_handler):
-        try:
-            engine = build_engine(config)
-            serve(engine, options.served_model_names or (config.model,), listener, options)
-        except KeyboardInterrupt:
-            return
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """Return a bound socket that does not listen yet: connections are refused while loading.
-
-    Raises:
-        ConfigError: naming host and port.
-    """
+    configure_logs(options.log_format, options.log_level, options.uvicorn_log_level)
     try:
-        family, kind, proto, _, address = socket.getaddrinfo(
-            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, proto)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-        except OSError:
-            listener.close()
-            raise
-    except OSError as error:
-        reason = error.strerror or error
-        raise ConfigError(f"cannot listen on {_authority(host, port)}: {reason}") from error
-    return listener
+        _run(config, options)
+    except KeyboardInterrupt:
+        return
+    except (PrefixKVError, OSError) as error:
+        if options.log_format == "text":
+            raise  # the command tells it in one line
+        logger.critical("%s", error)
+        sys.exit(1)
 
 
-def serve(
-    engine: ServingEngine, names: tuple[str, ...], listener: socket.socket, options: ServerOptions
-) -> None:
-    """Serve `engine` on `listener` until a signal; start it before and stop it after."""
-    config = uvicorn.Config(
-        create_app(engine, names),
-        log_level=options.log_level,
-        lifespan="on",
-        ws="none",
-        timeout_keep_alive=KEEP_ALIVE_S,
-        # a last resort: requests end with an error of their own before
-        timeout_graceful_shutdown=math.ceil(options.shutdown_timeout_s) + 5,
+def _run(config: EngineConfig, options: ServerOptions) -> None:
+    keys = collect_keys(
+        options.api_key or (),
+        options.api_key_file,
+        options.admin_api_key,
+        options.max_requests_per_key,
     )
-    port = listener.getsockname()[1]
-    server = _Server(
-        config, engine, options.shutdown_timeout_s, lambda: announce(options.host, port, names[0])
-    )
+    origins = parse_origins(options.allowed_origins or ())
+    _require_certificate(options)
+    with bind(options.host, options.port) as listener, on_signals(signal.default_int_handler):
+        engine = build_engine(config)
+        names = options.served_model_name or [config.model]
+        drain = Drain()
+        app = create_app(
+            engine,
+            names,
+            max_body_bytes=options.max_body_bytes,
+            keys=keys,
+            allowed_origins=origins,
+            silent_paths=options.disable_access_log_for_endpoints.split(","),
+            drain=drain,
+        )
+        port = listener.getsockname()[1]
+        on_ready = partial(announce, options, port, names[0], needs_key=keys.are_required)
+        settings = _uvicorn_config(app, options)
+        server = GracefulServer(settings, engine, drain, options.shutdown_timeout, on_ready)
+        _serve(server, engine, listener)
 
+
+def _serve(server: GracefulServer, engine: ServingEngine, listener: socket.socket) -> None:
     async def start_and_serve() -> None:
         # not left to the application's lifespan, where uvicorn would print a failure's traceback
         await engine.start()
         await server.serve([listener])
 
-    with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+    with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
         runner.run(start_and_serve())
 
 
-def announce(host: str, port: int, model: str) -> None:
-    """Print what to paste next."""
-    base_url = f"http://{_authority(_UNSPECIFIED.get(host, host), port)}/v1"
-    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello!"}]})
-    lines = (
-        f"prefixkv serves {model} at {base_url}",
-        "",
-        f"  curl {base_url}/chat/completions -H 'Content-Type: application/json' "
-        f"-d {shlex.quote(body)}",
-        "",
-        f'  openai.OpenAI(base_url="{base_url}", api_key="none")',
+def _uvicorn_config(app: FastAPI, options: ServerOptions) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        log_config=None,
+        log_level=options.uvicorn_log_level,
+        access_log=False,  # the application logs its requests itself
+        lifespan="on",
+        ws="none",
+        root_path=options.root_path,
+        ssl_keyfile=options.ssl_keyfile,
+        ssl_certfile=options.ssl_certfile,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=LAST_RESORT_S,
     )
-    console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
-    for line in lines:
-        console.print(line)
 
 
-class _Server(uvicorn.Server):
-    """uvicorn that says when it is ready, and ends requests and itself without violence."""
-
-    def __init__(
-        self,
-        config: uvicorn.Config,
-        engine: ServingEngine,
-        shutdown_timeout_s: float,
-        on_ready: Callable[[], None],
-    ) -> None:
-        super().__init__(config)
-        self._engine = engine
-        self._shutdown_timeout_s = shutdown_timeout_s
-        self._on_ready = on_ready
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        if self.started:
-            self._on_ready()
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        tasks: list[asyncio.Task[None]] = []
-
-        def stop_engine() -> None:
-            # what still runs then gets an error, in its stream or as a status
-            tasks.append(asyncio.create_task(self._engine.stop()))
-
-        timer = asyncio.get_running_loop().call_later(self._shutdown_timeout_s, stop_engine)
-        await super().shutdown(sockets)
-        timer.cancel()
-        await asyncio.gather(*tasks)
-
-    @contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        # the original raises the signal again at the end, which would be the exit status
-        with _on_signals(self.handle_exit):
-            yield
-
-
-@contextmanager
-def _on_signals(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
-        yield
+def _require_certificate(options: ServerOptions) -> None:
+    """Raise ConfigError unless the files for https are both there, or none of them."""
+    if options.ssl_certfile is None and options.ssl_keyfile is None:
         return
-    previous = {sig: signal.signal(sig, handler) for sig in (signal.SIGINT, signal.SIGTERM)}
+    if options.ssl_certfile is None:
+        raise ConfigError(f"--ssl-keyfile {options.ssl_keyfile} needs --ssl-certfile")
     try:
-        yield
-    finally:
-        for sig, old in previous.items():
-            signal.signal(sig, old)
-
-
-def _authority(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
+    except OSError as error:
+        raise ConfigError(
+            f"no https with --ssl-certfile {options.ssl_certfile} and "
+            f"--ssl-keyfile {options.ssl_keyfile}: {error}"
+        ) from None

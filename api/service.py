@@ -4,6 +4,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from prefixkv.api.draining import Drain
 from prefixkv.api.engine_interface import ServingEngine
 from prefixkv.api.explanations import Explanations
 from prefixkv.api.prompts import require_token_ids
@@ -40,15 +41,18 @@ _AS_TUPLES = ("allowed_token_ids", "bad_words", "stop", "stop_token_ids")
 class Service:
     """One engine under one or more model names; the first name is the one in answers.
 
-    `tells_other_salts`: a miss may be explained by what is cached under another salt.
+    `tells_other_salts`: a miss may be explained by there being something under another salt.
+    `shows_shared_text`: and by text that others without a salt have sent.
     """
 
     engine: ServingEngine
     served_model_names: tuple[str, ...]
     max_body_bytes: int
+    drain: Drain = field(default_factory=Drain)
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
     explanations: Explanations = field(default_factory=Explanations)
     tells_other_salts: bool = False
+    shows_shared_text: bool = True
     token_memory: TokenMemory = field(default_factory=TokenMemory)
     responses: ResponseStore = field(default_factory=ResponseStore)
     created: int = field(default_factory=lambda: int(time.time()))

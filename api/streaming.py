@@ -1,7 +1,7 @@
 """Server-sent events: deltas as chunks, errors inside a stream, and its end."""
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import aclosing, suppress
 from functools import cache
 from typing import ClassVar
@@ -126,6 +126,11 @@ class Told:
         self._begun: set[int] = set()
         self._num_open = num_prompts * n
         self._usages: dict[int, Usage] = {}
+
+    @property
+    def usages(self) -> Collection[Usage]:
+        """The usage of each prompt so far: a view, which goes on with the stream."""
+        return self._usages.values()
 
     def event(self, prompt: int, delta: OutputDelta) -> bytes:
         """Return what `delta` adds, perhaps nothing."""

@@ -14,10 +14,14 @@ class Tenant:
     Attributes:
         name: shown in logs and metrics; never the key.
         salt: which the server binds to the key; None where all share.
+        max_requests: that may run or wait at once; None means any number.
+        is_admin: whether it may use the routes of operators.
     """
 
     name: str = "anonymous"
     salt: str | None = field(default=None, repr=False)
+    max_requests: int | None = None
+    is_admin: bool = False
 
     def salt_for(self, wanted: str | None) -> str | None:
         """Return the salt of a request that asks for `wanted`.

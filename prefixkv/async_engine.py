@@ -9,21 +9,50 @@ import contextlib
 import logging
 import queue
 import threading
+import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from prefixkv.cache_control import CacheControl
 from prefixkv.engine import Engine
+from prefixkv.engine_stats import ServingStats, read_stats
 from prefixkv.errors import EngineStopped, PrefixKVError, StepFailed
 from prefixkv.outputs import OutputDelta
+from prefixkv.request_times import RequestTimes
 from prefixkv.sampling_params import SamplingParams
 from prefixkv.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 Command = Callable[[], object]
-Inbox = asyncio.Queue[OutputDelta | Exception]
 T = TypeVar("T")
+
+
+class Inbox:
+    """What one stream is told, from the event loop to the one task that waits for it.
+
+    An `asyncio.Queue` does more than that, and costs more for each token.
+    """
+
+    __slots__ = ("_items", "_waiter")
+
+    def __init__(self) -> None:
+        self._items: deque[OutputDelta | Exception] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, item: OutputDelta | Exception) -> None:
+        """Add an item, and wake who waits."""
+        self._items.append(item)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def get(self) -> OutputDelta | Exception:
+        """Take the oldest item; wait until there is one."""
+        while not self._items:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        return self._items.popleft()
 
 
 class AsyncEngine:
@@ -35,6 +64,7 @@ class AsyncEngine:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self._times = RequestTimes(engine.max_model_len)
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._inboxes: dict[str, Inbox] = {}
         self._worker: threading.Thread | None = None
@@ -108,33 +138,36 @@ class AsyncEngine:
             StepFailed: if a step of the request failed.
             EngineStopped: if the engine does not run, or is stopped meanwhile.
         """
-        key = self._new_key(request_id)
-        inbox: Inbox = asyncio.Queue()
-        self._inboxes[key] = inbox
-        try:
-            await self.run(
-                lambda: self.engine.add(
-                    prompt,
-                    params,
-                    request_id=key,
-                    cache_salt=cache_salt,
-                    priority=priority,
-                    cache_control=cache_control,
-                )
+        key, began = self._new_key(request_id), time.monotonic()
+        inbox = self._inboxes[key] = Inbox()
+
+        def add() -> None:
+            request = self.engine.add(
+                prompt,
+                params,
+                request_id=key,
+                cache_salt=cache_salt,
+                priority=priority,
+                cache_control=cache_control,
             )
+            self._times.arrived(request, began)
+
+        try:
+            await self.run(add)
             num_open = params.n
             while num_open:
                 delta = await inbox.get()
                 if isinstance(delta, Exception):
                     raise delta
-                if delta.finish_reason == "error":
-                    raise StepFailed(delta.error)
-                num_open -= delta.finish_reason is not None
+                if delta.finish_reason is not None:
+                    if delta.finish_reason == "error":
+                        raise StepFailed(delta.error)
+                    num_open -= 1
                 yield delta
         finally:
             del self._inboxes[key]
             # a no-op for one that has ended; in order after the add, whatever became of that
-            self._commands.put(lambda: self.engine.abort(key))
+            self._commands.put(lambda: self._abort(key))
 
     def _new_key(self, request_id: str | None) -> str:
         """Clients may repeat an id; the engine's are unique."""
@@ -168,9 +201,35 @@ class AsyncEngine:
         finally:
             self._pending.discard(future)
 
+    async def reset_prefix_cache(self) -> None:
+        """Forget all that is cached or held; running requests go on."""
+        await self.run(self.engine.reset_prefix_cache)
+
     async def stats(self) -> dict[str, int | float]:
         """The engine's counts for monitoring."""
         return await self.run(self.engine.stats)
+
+    async def snapshot(self) -> ServingStats:
+        """All there is for monitoring; O(blocks) of the worker's time, between two steps."""
+
+        def read() -> ServingStats:
+            return ServingStats(
+                engine=read_stats(self.engine),
+                histograms=self._times.copy(),
+                num_finished=dict(self._times.num_finished),
+                config=self._cache_config(),
+            )
+
+        return await self.run(read)
+
+    def _cache_config(self) -> dict[str, str]:
+        cache = self.engine.cache
+        return {
+            "block_size": str(cache.block_size),
+            "num_gpu_blocks": str(cache.pool.num_usable),
+            "enable_prefix_caching": str(cache.enabled),
+            "cache_dtype": self.engine.identity.kv_dtype.removeprefix("torch."),
+        }
 
     # -- the worker ------------------------------------------------------------------------------
 
@@ -178,15 +237,27 @@ class AsyncEngine:
         reason = "the engine was stopped"
         try:
             while self._run_commands():
-                deltas = self.engine.step()
-                if deltas:
-                    self._hand_over(self._deliver, deltas)
+                self._step()
             self.engine.abort_all()
         except BaseException as error:  # whatever it is, nobody may wait for ever
             logger.exception("the engine died")
             reason = f"the engine died: {type(error).__name__}: {error}"
         finally:
             self._hand_over(self._end_all, EngineStopped(reason))
+
+    def _step(self) -> None:
+        engine, times, began = self.engine, self._times, time.monotonic()
+        num_admissions, num_tokens = engine.scheduler.num_admissions, engine.num_computed_tokens
+        deltas = engine.step()
+        if deltas:
+            self._hand_over(self._deliver, deltas)
+        if engine.scheduler.num_admissions != num_admissions:
+            times.admitted(began)
+        times.stepped(engine.num_computed_tokens - num_tokens, deltas, time.monotonic())
+
+    def _abort(self, key: str) -> None:
+        if self.engine.abort(key):
+            self._times.aborted(key)
 
     def _hand_over(self, call: Callable[..., object], *arguments: object) -> None:
         """Call something on the loop, if there still is one."""
@@ -209,12 +280,12 @@ class AsyncEngine:
         for delta in deltas:
             inbox = self._inboxes.get(delta.request_id)
             if inbox is not None:
-                inbox.put_nowait(delta)
+                inbox.put(delta)
 
     def _end_all(self, error: PrefixKVError) -> None:
         self._stopping = True
         for inbox in self._inboxes.values():
-            inbox.put_nowait(error)
+            inbox.put(error)
         for future in self._pending:
             if not future.done():
                 future.set_exception(error)

@@ -8,7 +8,7 @@ import itertools
 import logging
 import random
 from collections import Counter
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from prefixkv.beam_search import BeamSearch
 from prefixkv.cache_control import CacheControl
 from prefixkv.config import EngineConfig
 from prefixkv.device import choose_backend, choose_device, current
+from prefixkv.engine_stats import read_stats
 from prefixkv.errors import (
     ConfigError,
     InvalidRequest,
@@ -138,6 +139,12 @@ class Engine:
     def has_work(self) -> bool:
         """Whether any request is unfinished, or has something to tell."""
         return self.scheduler.has_work or bool(self._untold)
+
+    @property
+    def num_open_completion_tokens(self) -> int:
+        """Tokens drawn so far for requests that are not over; O(requests)."""
+        usages = (output.request.usage for output in self._outputs.values())
+        return sum(usage.num_completion_tokens for usage in usages)
 
     def add(
         self,
@@ -501,24 +508,8 @@ class Engine:
                 output.request.forget_prompt_logprobs()
 
     def stats(self) -> dict[str, int | float]:
-        """Counts for monitoring; O(blocks)."""
-        pool = self.cache.pool
-        return {
-            "num_requests_running": len(self.scheduler.running),
-            "num_requests_waiting": self.scheduler.num_waiting,
-            "num_branches_held": len(self.scheduler.held),
-            "num_preemptions": self.scheduler.num_preemptions,
-            "num_prompt_tokens": self.scheduler.num_prompt_tokens,
-            "num_cached_tokens": self.scheduler.num_cached_tokens,
-            "num_steps": self.num_steps,
-            "num_computed_tokens": self.num_computed_tokens,
-            "num_completion_tokens": self.num_completion_tokens,
-            "num_blocks": pool.num_usable,
-            "num_free_blocks": len(pool.free),
-            "num_evicted_blocks": pool.num_evicted,
-            "kv_cache_usage": self.cache.usage,
-            **asdict(self.cache.stats),
-        }
+        """Counts for monitoring, as `EngineStats` names them; O(blocks)."""
+        return read_stats(self).numbers()
 
     def check_invariants(self) -> None:
         """Check the books of the scheduler and the cache; O(blocks)."""

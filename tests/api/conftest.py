@@ -1,11 +1,15 @@
 """One server over one fake engine for all tests here; each test finds the engine fresh."""
 
+import os
 from collections.abc import Iterator
 
 import httpx
 import pytest
 
+from prefixkv.api import server
 from prefixkv.api.app import create_app
+from prefixkv.api.server_options import ServerOptions
+from prefixkv.config import EngineConfig
 from tests.api.fake_engine import FakeEngine
 from tests.api.live_server import running
 
@@ -47,3 +51,13 @@ def _client(_served_engine: tuple[FakeEngine, int]) -> Iterator[httpx.Client]:
 def client(_client: httpx.Client, engine: FakeEngine) -> httpx.Client:
     """Return a client of the server, whose engine is as new."""
     return _client
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[EngineConfig, ServerOptions]]:
+    """Return what `serve` would have run with."""
+    for name in [name for name in os.environ if name.startswith(("PREFIXKV_", "VLLM_"))]:
+        monkeypatch.delenv(name)
+    calls: list[tuple[EngineConfig, ServerOptions]] = []
+    monkeypatch.setattr(server, "run", lambda *options: calls.append(options))
+    return calls

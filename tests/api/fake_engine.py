@@ -10,6 +10,7 @@ from typing import Any
 
 from prefixkv.admission import refuse_beside_beams
 from prefixkv.cache_control import CacheControl, CacheReport
+from prefixkv.engine_stats import EngineStats, ServingStats
 from prefixkv.errors import ContextLengthExceeded, EngineStopped, InvalidRequest
 from prefixkv.outputs import (
     BranchOutput,
@@ -19,6 +20,7 @@ from prefixkv.outputs import (
     TokenLogprobs,
     Usage,
 )
+from prefixkv.request_times import RequestTimes
 from prefixkv.sampling_params import SamplingParams
 
 ALPHABET = string.ascii_lowercase
@@ -144,6 +146,7 @@ class FakeEngine:
         self.cache_report: CacheReport | None = None
         self.calls: list[dict[str, Any]] = []
         self.num_aborts = 0
+        self.num_resets = 0
         self.num_active = 0
 
     @property
@@ -158,6 +161,17 @@ class FakeEngine:
     async def stop(self) -> None:
         """Refuse what comes, and end what runs at its next step."""
         self.is_running = False
+
+    async def snapshot(self) -> ServingStats:
+        """Return nothing but zeros."""
+        self._require_running()
+        histograms = RequestTimes(self.max_model_len).copy()
+        return ServingStats(engine=EngineStats(), histograms=histograms, num_finished={}, config={})
+
+    async def reset_prefix_cache(self) -> None:
+        """Count how often it was asked to forget."""
+        self._require_running()
+        self.num_resets += 1
 
     async def generate(
         self,

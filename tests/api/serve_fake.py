@@ -15,6 +15,8 @@ def build_engine(config: EngineConfig) -> ServingEngine:
     time.sleep(float(os.environ.get("FAKE_LOAD_S", "0")))
     engine = FakeEngine()
     engine.step_s = float(os.environ.get("FAKE_STEP_S", "0"))
+    if "FAKE_FAIL_AFTER" in os.environ:
+        engine.fail_after = int(os.environ["FAKE_FAIL_AFTER"])
     return engine
 
 

@@ -9,31 +9,13 @@ from typing import Any
 
 import pytest
 
-from prefixkv.api import cli, model_summary, server
+from prefixkv.api import model_summary, server
 from prefixkv.api.model_summary import ModelSummary
-from prefixkv.api.server import ServerOptions
+from prefixkv.api.server_options import ServerOptions
 from prefixkv.config import DEFAULT_MODEL, EngineConfig
 from prefixkv.errors import ModelError
+from tests.api.command_line import run
 from tests.api.fake_engine import ALPHABET, FakeEngine
-
-
-def run(*arguments: str) -> int:
-    """Run the command in this process and return its exit code."""
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(arguments)
-    code = stopped.value.code
-    assert isinstance(code, int)
-    return code
-
-
-@pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[EngineConfig, ServerOptions]]:
-    """Return what `serve` would have run with."""
-    for name in [name for name in os.environ if name.startswith("PREFIXKV_")]:
-        monkeypatch.delenv(name)
-    calls: list[tuple[EngineConfig, ServerOptions]] = []
-    monkeypatch.setattr(server, "run", lambda *options: calls.append(options))
-    return calls
 
 
 @pytest.fixture
@@ -57,7 +39,11 @@ def test_every_option_arrives(served: list[Any]) -> None:
         "--dtype float32 --max-model-len 100 --block-size 32 "
         "--kv-cache-memory-bytes 2G --max-num-seqs 3 --max-num-batched-tokens 50 --max-queue 4 "
         "--no-enable-prefix-caching --attention-backend reference --seed 5 "
-        "--uvicorn-log-level error --log-level debug --shutdown-timeout 1"
+        "--uvicorn-log-level error --log-level debug --shutdown-timeout 1 "
+        "--api-key k1 --api-key k,2 --api-key-file keys.toml --admin-api-key root "
+        "--max-requests-per-key 7 --allowed-origins https://a --allowed-origins https://b "
+        "--max-body-bytes 1M --log-format json --disable-access-log-for-endpoints /x "
+        "--root-path /llm --ssl-keyfile k.pem --ssl-certfile c.pem"
     )
     assert run(*line.split()) == 0
 
@@ -76,11 +62,23 @@ def test_every_option_arrives(served: list[Any]) -> None:
         seed=5,
     )
     assert options == ServerOptions(
-        served_model_names=("a", "b"),
+        served_model_name=["a", "b"],
         host="0.0.0.0",
         port=9,
-        log_level="error",
-        shutdown_timeout_s=1,
+        uvicorn_log_level="error",
+        log_level="debug",
+        shutdown_timeout=1,
+        api_key=["k1", "k,2"],
+        api_key_file=Path("keys.toml"),
+        admin_api_key="root",
+        max_requests_per_key=7,
+        allowed_origins=["https://a", "https://b"],
+        max_body_bytes=2**20,
+        log_format="json",
+        disable_access_log_for_endpoints="/x",
+        root_path="/llm",
+        ssl_keyfile=Path("k.pem"),
+        ssl_certfile=Path("c.pem"),
     )
 
 
@@ -94,6 +92,7 @@ def test_the_environment_fills_in_and_the_line_wins(
         "KV_CACHE_MEMORY_BYTES": "512M",
         "ENABLE_PREFIX_CACHING": "0",
         "SERVED_MODEL_NAME": "a b",
+        "API_KEY": "k1, k2,k3",
     }.items():
         monkeypatch.setenv(f"PREFIXKV_{name}", value)
     assert run("serve") == 0
@@ -103,7 +102,9 @@ def test_the_environment_fills_in_and_the_line_wins(
     assert (by_env[0].model, by_env[1].port) == ("from-env", 1234)
     assert by_env[0].kv_cache_memory_bytes == 512 * 2**20
     assert by_env[0].enable_prefix_caching is False
-    assert by_env[1].served_model_names == ("a", "b")
+    assert by_env[1].served_model_name == ["a", "b"]
+    assert by_env[1].api_key == ["k1", "k2", "k3"]
+    assert "k1" not in repr(by_env)
     assert (by_line[0].model, by_line[1].port) == ("from-line", 4321)
 
 

@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from prefixkv.api.app import create_app
+from prefixkv.api.errors import ANSWERS, Draining, error_response
 from prefixkv.api.unknown_fields import MAX_LENGTH, MAX_NAMES, UnknownFields
 from prefixkv.errors import (
     ConfigError,
@@ -17,6 +18,7 @@ from prefixkv.errors import (
     ModelError,
     QueueFull,
     RequestTooLarge,
+    StaleSequence,
     StepFailed,
 )
 from tests.api.conftest import MAX_BODY_BYTES
@@ -324,9 +326,11 @@ def test_routing_errors_have_the_same_shape(client: httpx.Client) -> None:
     [
         (InvalidRequest("no", "seed"), 400, None, False),
         (RequestTooLarge("needs 12 blocks, the pool has 8"), 400, "request_too_large", False),
+        (StaleSequence("released"), 409, "stale_sequence", False),
         (QueueFull("8 requests wait; the limit is 8"), 429, "queue_full", True),
         (StepFailed("the step failed"), 500, "step_failed", False),
-        (EngineStopped("draining"), 503, "engine_stopped", True),
+        (EngineStopped("stopped"), 503, "engine_stopped", True),
+        (Draining("ends"), 503, "draining", True),
         (ModelError("whatever"), 500, "internal_error", False),
         (RuntimeError("a secret of the server"), 500, "internal_error", False),
         (ZeroDivisionError(), 500, "internal_error", False),
@@ -425,3 +429,16 @@ def test_an_application_needs_a_model_name(names: list[str]) -> None:
     """Serving under no name is refused at construction."""
     with pytest.raises(ConfigError, match="name"):
         create_app(FakeEngine(), names)
+
+
+def test_every_row_of_the_table_has_the_shape() -> None:
+    """All four keys at any status, and the headers that its status asks for."""
+    for kind, answer in ANSWERS.items():
+        response = error_response(kind("x" * 10_000))
+        error = json.loads(bytes(response.body))["error"]
+        assert error.keys() == {"message", "type", "param", "code"}
+        assert len(response.body) < 2048
+        assert (response.status_code, error["type"]) == (answer.status, answer.type)
+        assert ("retry-after" in response.headers) is (answer.status in (429, 503))
+        assert ("www-authenticate" in response.headers) is (answer.status == 401)
+        assert error["code"] == (getattr(kind, "code", None) or answer.code)

@@ -1,15 +1,18 @@
 """A miss explains itself: in the answer on demand, and afterwards by the id of the request."""
 
-import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
 import pytest
-from starlette.types import Receive, Scope, Send
+from starlette.requests import Request
+from starlette.testclient import TestClient
 
+from prefixkv.api.api_keys import ApiKeys, key_digest, make_key
 from prefixkv.api.app import create_app
+from prefixkv.api.cache_plan import CachePlan
+from prefixkv.api.cache_use import cache_reports
+from prefixkv.api.endpoint import Job
 from prefixkv.api.explanations import (
     MAX_PROMPTS,
     MAX_REQUESTS,
@@ -17,8 +20,11 @@ from prefixkv.api.explanations import (
     Explanations,
     explanation,
 )
+from prefixkv.api.schemas import GenerationRequest, parse_request
+from prefixkv.api.service import Service
 from prefixkv.api.tenant import ANONYMOUS, SCOPE_KEY, Tenant
 from prefixkv.cache_control import CacheReport, Miss
+from prefixkv.sampling_params import SamplingParams
 from tests.api.fake_engine import ByteTokenizer, FakeEngine
 from tests.api.sse import read_events
 
@@ -92,44 +98,42 @@ def test_an_unknown_request_is_a_404(client: httpx.Client, engine: FakeEngine) -
     assert client.post("/v1/prefixkv/explain/nobody").status_code == 405
 
 
-def test_who_is_shown_what_others_sent() -> None:
-    """Keys without a salt share a cache, but are not shown each other's text, nor requests."""
-    engine = FakeEngine()
-    engine.is_running = True
+@pytest.mark.parametrize("shows_shared_text", [True, False])
+def test_who_is_shown_what_others_sent(shows_shared_text: bool) -> None:
+    """Those of one salt, and without a salt all, unless the server keeps it to itself."""
+    service = Service(
+        engine=FakeEngine(),
+        served_model_names=("m",),
+        max_body_bytes=1,
+        shows_shared_text=shows_shared_text,
+    )
+
+    def cached(tenant: Tenant, **fields: Any) -> str | None:
+        request = parse_request(GenerationRequest, {"return_cache_report": True} | fields)
+        job = Job([ids(PROMPT)], SamplingParams(), request, "m", [CachePlan()])
+        http_request = Request({"type": "http", "headers": [], SCOPE_KEY: tenant})
+        reports = cache_reports(service, http_request, job, "a")
+        told: str | None = reports.members(0, CacheReport(DIFFERS))["cache_report"]["cached"]
+        return told
+
+    assert cached(Tenant("salted", "s")) == "sailor. "
+    assert cached(ANONYMOUS, cache_salt="mine") == "sailor. "
+    assert cached(ANONYMOUS) == ("sailor. " if shows_shared_text else None)
+
+
+def test_a_key_explains_its_own_requests_only(engine: FakeEngine) -> None:
+    """Those of others are as if they had never been, whatever their ids."""
     engine.cache_report = CacheReport(DIFFERS)
-    salted, bare = Tenant("salted", "s"), Tenant("bare")
+    keys = ApiKeys(make_key(name, key_digest(name)) for name in ("one", "two"))
+    client = TestClient(create_app(engine, ["m"], keys=keys))
+    client.post("/v1/completions", json=BODY, headers={"Authorization": "Bearer one"})
+    path = "/v1/prefixkv/explain/abc/1"
 
-    async def told_to(tenant: Tenant, *, explain_to: Tenant, **fields: Any) -> tuple[Any, int]:
-        async with as_tenant(engine, tenant, explain_to) as (asks, explains):
-            answer = await asks.post("/v1/completions", json=BODY | fields)
-            explained = await explains.get("/v1/prefixkv/explain/abc/1")
-            return answer.json()["cache_report"]["cached"], explained.status_code
-
-    def told(tenant: Tenant, explain_to: Tenant, **fields: Any) -> tuple[Any, int]:
-        return asyncio.run(told_to(tenant, explain_to=explain_to, **fields))
-
-    assert told(ANONYMOUS, ANONYMOUS) == ("sailor. ", 200)
-    assert told(salted, salted) == ("sailor. ", 200)
-    assert told(bare, bare, cache_salt="mine") == ("sailor. ", 200)
-    assert told(bare, bare) == (None, 200)
-    assert told(salted, bare) == ("sailor. ", 404)
-    assert told(bare, ANONYMOUS) == (None, 404)
-
-
-@asynccontextmanager
-async def as_tenant(engine: FakeEngine, *tenants: Tenant) -> AsyncIterator[list[httpx.AsyncClient]]:
-    """Clients of one application whose requests belong to those tenants."""
-    app = create_app(engine, ["m"])
-
-    def client_of(tenant: Tenant) -> httpx.AsyncClient:
-        async def with_tenant(scope: Scope, receive: Receive, send: Send) -> None:
-            await app({**scope, SCOPE_KEY: tenant}, receive, send)
-
-        transport = httpx.ASGITransport(app=with_tenant)
-        return httpx.AsyncClient(transport=transport, base_url="http://test")
-
-    async with AsyncExitStack() as stack:
-        yield [await stack.enter_async_context(client_of(tenant)) for tenant in tenants]
+    statuses = [
+        client.get(path, headers={"Authorization": f"Bearer {key}"}).status_code
+        for key in ("one", "two", "three")
+    ]
+    assert statuses == [200, 404, 401]
 
 
 def explained(miss: Miss, prompt: Sequence[int] = ids(PROMPT)) -> Explanation:

@@ -10,10 +10,9 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 from starlette.testclient import TestClient
-from starlette.types import Receive, Scope, Send
 
+from prefixkv.api.api_keys import ApiKeys, key_digest, make_key
 from prefixkv.api.app import create_app
-from prefixkv.api.tenant import SCOPE_KEY, Tenant
 from prefixkv.errors import QueueFull
 from tests.api.fake_engine import ALPHABET, FakeEngine
 
@@ -263,17 +262,14 @@ def test_fields_that_change_nothing_are_accepted(client: httpx.Client, engine: F
 
 def test_a_tenant_sees_its_own_responses_only(engine: FakeEngine) -> None:
     """Another key's response is as if it had never been, whatever its id."""
-    app = create_app(engine, ["m"])
-
-    async def as_tenant(scope: Scope, receive: Receive, send: Send) -> None:
-        name = dict(scope["headers"]).get(b"x-name", b"").decode()
-        await app({**scope, SCOPE_KEY: Tenant(name, f"salt of {name}")}, receive, send)
-
-    client = TestClient(as_tenant)
-    made = client.post(URL, json={"input": "hi"}, headers={"x-name": "a"}).json()["id"]
+    keys = ApiKeys(make_key(name, key_digest(name)) for name in ("a", "b"))
+    client = TestClient(create_app(engine, ["m"], keys=keys))
+    made = client.post(URL, json={"input": "hi"}, headers={"Authorization": "Bearer a"}).json()[
+        "id"
+    ]
     for name, status in (("a", 200), ("b", 404)):
-        headers = {"x-name": name}
+        headers = {"Authorization": f"Bearer {name}"}
         follow = {"input": "x", "previous_response_id": made}
         assert client.get(f"{URL}/{made}", headers=headers).status_code == status
         assert client.post(URL, json=follow, headers=headers).status_code == status
-    assert client.delete(f"{URL}/{made}", headers={"x-name": "b"}).status_code == 404
+    assert client.delete(f"{URL}/{made}", headers={"Authorization": "Bearer b"}).status_code == 404

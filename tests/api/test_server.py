@@ -1,53 +1,17 @@
 """`prefixkv serve` as a process: the port, signals, and what it prints."""
 
-import os
 import re
 import signal
 import socket
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
 
-from prefixkv.api.server import bind
+from prefixkv.api.listener import bind
 from prefixkv.errors import ConfigError
 from tests.api.live_server import DEADLINE_S
-
-ROOT = Path(__file__).parents[2]
-
-
-@contextmanager
-def serving(tmp_path: Path, *arguments: str, **env: str) -> Iterator[subprocess.Popen[str]]:
-    """Run `prefixkv serve` over the fake engine; kill it if the test did not end it."""
-    command = [sys.executable, "-m", "tests.api.serve_fake", "serve", "m", *arguments]
-    process = subprocess.Popen(
-        command,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **env},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        with process:
-            yield process
-    finally:
-        process.kill()
-
-
-def read_until(process: subprocess.Popen[str], pattern: str) -> re.Match[str]:
-    """Return the first match in the output of `process`."""
-    assert process.stdout is not None
-    seen = []
-    for line in process.stdout:
-        seen.append(line)
-        if match := re.search(pattern, line):
-            return match
-    raise AssertionError(f"{pattern!r} is not in: {''.join(seen)}")
+from tests.api.server_process import read_until, serving
 
 
 @pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])

@@ -159,17 +159,22 @@ def test_every_counter_moves(model: Any) -> None:
     assert moved() == {
         "num_requests_running": 1, "num_requests_waiting": -1, "num_prompt_tokens": 7,
         "num_steps": 1, "num_computed_tokens": 7, "num_free_blocks": -2, "kv_cache_usage": 2 / 8,
+        "num_generated_tokens": 1, "num_live_branches": 1, "num_block_references": 2,
+        "num_blocks_used": 2,
     }  # fmt: skip
     engine.step()  # the first decodes into its second block, the second computes three tokens
     assert moved() == {
         "num_requests_running": 1, "num_requests_waiting": -1, "num_prompt_tokens": 7,
         "num_cached_tokens": 4, "num_steps": 1, "num_computed_tokens": 4, "num_free_blocks": -1,
-        "kv_cache_usage": 1 / 8,
+        "kv_cache_usage": 1 / 8, "num_generated_tokens": 2, "num_live_branches": 1,
+        "num_block_references": 2, "num_blocks_used": 1, "num_shared_blocks": 1,
     }  # fmt: skip
     engine.step()  # the first takes a third block and ends; the second has filled what it had
     assert moved() == {
         "num_requests_running": -1, "num_steps": 1, "num_computed_tokens": 2,
         "kv_cache_usage": -1 / 8, "num_deduplicated": 1, "num_completion_tokens": 3,
+        "num_generated_tokens": 2, "num_live_branches": -1, "num_block_references": -2,
+        "num_blocks_used": -1, "num_shared_blocks": -1,
     }  # fmt: skip
     engine.step()
     moved()
@@ -178,6 +183,7 @@ def test_every_counter_moves(model: Any) -> None:
     assert moved() == {
         "num_prompt_tokens": 7, "num_cached_tokens": 6, "num_steps": 1, "num_computed_tokens": 1,
         "num_copies": 1, "num_slots_copied": 2, "num_completion_tokens": 1,
+        "num_generated_tokens": 1,
     }  # fmt: skip
     add([5] * 3)
     engine.step()
@@ -186,7 +192,7 @@ def test_every_counter_moves(model: Any) -> None:
     engine.step()
     assert moved() == {
         "num_prompt_tokens": 4, "num_cached_tokens": 3, "num_steps": 1, "num_computed_tokens": 1,
-        "num_takeovers": 1, "num_completion_tokens": 1,
+        "num_takeovers": 1, "num_completion_tokens": 1, "num_generated_tokens": 1,
     }  # fmt: skip
     branch = Sequence.open(engine.cache, engine.identity, prompt)
     branch.fork().release()
@@ -207,7 +213,8 @@ def test_every_counter_moves(model: Any) -> None:
     engine.step()
     assert moved()["num_collisions"] == 1
     never = {name for name in seen[0] if len({stats[name] for stats in seen}) == 1}
-    assert never == {"num_blocks", "num_branches_held"}  # the latter: tests/engine/test_engine.py
+    # the last two: tests/engine/test_engine.py
+    assert never == {"num_blocks", "num_branches_held", "num_requests_deferred"}
 
 
 def test_an_idle_cache_shows_as_cached_and_not_as_used(model: Any) -> None:
