@@ -101,5 +101,6 @@ TOKENIZED = has(
     count=COUNT, max_model_len=COUNT, tokens=many(COUNT), token_strs=nullable(many(TEXT))
 )
 DETOKENIZED = has(prompt=TEXT)
+RESET = has(success={"const": True})
 HEALTH = has(status={"const": "ok"})
 VERSION = has(version=TEXT)

@@ -24,13 +24,16 @@ from prefixkv.api.answer_schemas import (
     ITEMS,
     MODEL,
     MODEL_LIST,
+    RESET,
     RESPONSE,
     TOKENIZED,
     VERSION,
     JsonSchema,
 )
+from prefixkv.api.authentication import OPEN_PATHS
 from prefixkv.api.errors import (
     ANSWERS,
+    AdminKeyRequired,
     BodyTooLarge,
     ResponseNotFound,
     UnknownRequest,
@@ -67,6 +70,7 @@ class Operation:
     answer: JsonSchema | None = None
     errors: Errors = ()
     streams: bool = False
+    media_type: str = "application/json"
 
 
 def _generation(body: type[BaseModel], answer: JsonSchema, *more: type[Exception]) -> Operation:
@@ -93,6 +97,10 @@ OPERATIONS: Mapping[str, Operation] = MappingProxyType(
             answer=EXPLANATION, errors=(UnknownRequest,)
         ),
         "GET /tokenizer_info": Operation(),
+        "GET /metrics": Operation(media_type="text/plain"),
+        "POST /reset_prefix_cache": Operation(
+            answer=RESET, errors=(AdminKeyRequired, EngineStopped)
+        ),
         "GET /health": Operation(answer=HEALTH, errors=(EngineStopped,)),
         "GET /ready": Operation(answer=HEALTH, errors=(EngineStopped,)),
         "GET /version": Operation(answer=VERSION),
@@ -165,7 +173,7 @@ def openapi_document(app: FastAPI) -> dict[str, Any]:
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
             known = OPERATIONS.get(f"{method.upper()} {path}", Operation())
-            operation["responses"] = _responses(known, OF_KEYS if path.startswith("/v1/") else ())
+            operation["responses"] = _responses(known, () if path in OPEN_PATHS else OF_KEYS)
             if known.body is not None:
                 schema = {"$ref": _reference(known.body.__name__)}
                 operation["requestBody"] = {"required": True, "content": _json(schema)}
@@ -192,7 +200,7 @@ def _only(field: str) -> JsonSchema:
 
 
 def _responses(known: Operation, of_keys: Errors) -> dict[str, Any]:
-    content = _json(known.answer or {})
+    content: dict[str, Any] = {known.media_type: {"schema": known.answer or {}}}
     if known.streams:
         content["text/event-stream"] = {}
     responses: dict[str, Any] = {"200": {"description": "Done.", "content": content}}

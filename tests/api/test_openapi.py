@@ -87,6 +87,8 @@ def cases(operation: Any) -> Iterator[Any]:
     )
     # tokenisation takes a chat's many fields, most of which it has no use for
     step = 8 if "tokenize" in operation.path else 1
+    if operation.path == "/tokenize":  # of which few that are generated are right
+        yield operation.Case(body={"prompt": "x"}, media_type="application/json")
     for case in islice(covering, 0, None, step):
         if case.method == operation.method.upper():  # others are a 405, see test_errors.py
             yield case
@@ -123,6 +125,8 @@ def test_generated_requests_get_what_is_documented(
         statuses[response.status_code] += 1
 
     expected = {404} if "_id}" in label else {200} if label.startswith("GET") else {200, 400}
+    if label == "POST /reset_prefix_cache":
+        expected = {403}  # the application has no admin key
     assert statuses.keys() >= expected, statuses
 
 
