@@ -21,4 +21,12 @@ clients: install $(CLIENTS:%=.venv-clients/%/installed)
 lm-eval: install .venv-clients/lm_eval/installed
 	$(BIN)/python -P -m tests.clients.lm_eval.compare .venv-clients/lm_eval
 
-.PHONY: clients lm-eval
+# Two hundred connections, half of which misbehave, for a minute.
+abuse: install
+	$(BIN)/python tests/doubles/abuse.py --seconds 60 --connections 200
+
+# Whether the time to the first token tells what another salt has cached; with a control that does.
+salt-timing: install
+	OMP_NUM_THREADS=1 $(BIN)/python -P benchmarks/salt_timing.py
+
+.PHONY: clients lm-eval abuse salt-timing

@@ -72,11 +72,35 @@ CHAT_COMPLETION = has(
     usage=USAGE,
 )
 
+_ITEM = has(id=TEXT, type=TEXT, status=TEXT)
+RESPONSE = has(
+    id=TEXT,
+    object={"const": "response"},
+    created_at=COUNT,
+    status={"enum": ["completed", "incomplete"]},
+    model=TEXT,
+    output=many(has(**_ITEM["properties"], role={"const": "assistant"}, content=many(has()))),
+    parallel_tool_calls={"type": "boolean"},
+    tool_choice={},
+    tools=many({}),
+    usage=has(
+        input_tokens=COUNT,
+        input_tokens_details=has(cached_tokens=COUNT),
+        output_tokens=COUNT,
+        output_tokens_details=has(reasoning_tokens=COUNT),
+        total_tokens=COUNT,
+    ),
+)
+DELETED = has(id=TEXT, object={"const": "response.deleted"}, deleted={"const": True})
+ITEMS = has(object={"const": "list"}, data=many(_ITEM), has_more={"type": "boolean"})
+EXPLANATION = has(id=TEXT, object={"const": "cache_report"}, prompts=many(has()))
+
 MODEL = has(id=TEXT, object={"const": "model"}, created=COUNT, owned_by=TEXT, max_model_len=COUNT)
 MODEL_LIST = has(object={"const": "list"}, data=many(MODEL, 1))
 TOKENIZED = has(
     count=COUNT, max_model_len=COUNT, tokens=many(COUNT), token_strs=nullable(many(TEXT))
 )
 DETOKENIZED = has(prompt=TEXT)
+RESET = has(success={"const": True})
 HEALTH = has(status={"const": "ok"})
 VERSION = has(version=TEXT)

@@ -16,16 +16,30 @@ from pydantic.json_schema import models_json_schema
 from prefixkv.api.answer_schemas import (
     CHAT_COMPLETION,
     COMPLETION,
+    DELETED,
     DETOKENIZED,
     ERROR,
+    EXPLANATION,
     HEALTH,
+    ITEMS,
     MODEL,
     MODEL_LIST,
+    RESET,
+    RESPONSE,
     TOKENIZED,
     VERSION,
     JsonSchema,
 )
-from prefixkv.api.errors import ANSWERS, BodyTooLarge, WrongMediaType
+from prefixkv.api.authentication import OPEN_PATHS
+from prefixkv.api.errors import (
+    ANSWERS,
+    AdminKeyRequired,
+    BodyTooLarge,
+    ResponseNotFound,
+    UnknownRequest,
+    WrongMediaType,
+)
+from prefixkv.api.response_request import ResponseRequest
 from prefixkv.api.schemas import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -37,7 +51,10 @@ from prefixkv.errors import EngineStopped, InvalidRequest, ModelNotFound, QueueF
 Errors = tuple[type[Exception], ...]
 
 OF_A_BODY: Errors = (InvalidRequest, BodyTooLarge, WrongMediaType)
+OF_A_RESPONSE: Errors = (InvalidRequest, ResponseNotFound)
 OF_THE_ENGINE: Errors = (QueueFull, StepFailed, EngineStopped)
+
+OF_KEYS: Errors = tuple(error for error, answer in ANSWERS.items() if answer.status == 401)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +70,12 @@ class Operation:
     answer: JsonSchema | None = None
     errors: Errors = ()
     streams: bool = False
+    media_type: str = "application/json"
 
 
-def _generation(body: type[BaseModel], answer: JsonSchema) -> Operation:
-    return Operation(body, answer, (*OF_A_BODY, ModelNotFound, *OF_THE_ENGINE), streams=True)
+def _generation(body: type[BaseModel], answer: JsonSchema, *more: type[Exception]) -> Operation:
+    errors = (*OF_A_BODY, ModelNotFound, *more, *OF_THE_ENGINE)
+    return Operation(body, answer, errors, streams=True)
 
 
 OPERATIONS: Mapping[str, Operation] = MappingProxyType(
@@ -67,6 +86,21 @@ OPERATIONS: Mapping[str, Operation] = MappingProxyType(
         "POST /detokenize": Operation(DetokenizeRequest, DETOKENIZED, (*OF_A_BODY, ModelNotFound)),
         "GET /v1/models": Operation(answer=MODEL_LIST),
         "GET /v1/models/{model_id}": Operation(answer=MODEL, errors=(ModelNotFound,)),
+        "POST /v1/responses": _generation(ResponseRequest, RESPONSE, ResponseNotFound),
+        "GET /v1/responses/{response_id}": Operation(answer=RESPONSE, errors=OF_A_RESPONSE),
+        "DELETE /v1/responses/{response_id}": Operation(answer=DELETED, errors=OF_A_RESPONSE),
+        "POST /v1/responses/{response_id}/cancel": Operation(errors=OF_A_RESPONSE),
+        "GET /v1/responses/{response_id}/input_items": Operation(
+            answer=ITEMS, errors=OF_A_RESPONSE
+        ),
+        "GET /v1/prefixkv/explain/{request_id}": Operation(
+            answer=EXPLANATION, errors=(UnknownRequest,)
+        ),
+        "GET /tokenizer_info": Operation(),
+        "GET /metrics": Operation(media_type="text/plain"),
+        "POST /reset_prefix_cache": Operation(
+            answer=RESET, errors=(AdminKeyRequired, EngineStopped)
+        ),
         "GET /health": Operation(answer=HEALTH, errors=(EngineStopped,)),
         "GET /ready": Operation(answer=HEALTH, errors=(EngineStopped,)),
         "GET /version": Operation(answer=VERSION),
@@ -105,12 +139,19 @@ PROMPT: JsonSchema = {
         {"type": "array", "minItems": 1, "items": _IDS},
     ]
 }
+INPUT: JsonSchema = {
+    "anyOf": [
+        {"type": "string", "minLength": 1},
+        {"type": "array", "minItems": 1, "items": {"type": "object"}},
+    ]
+}
 # what the schemas leave to be judged later, because a shape alone does not tell enough
 LATER: Mapping[tuple[str, str], JsonSchema] = MappingProxyType(
     {
         ("CompletionRequest", "prompt"): PROMPT,
         ("ChatCompletionRequest", "messages"): MESSAGES,
         ("DetokenizeRequest", "tokens"): _IDS,
+        ("ResponseRequest", "input"): INPUT,
     }
 )
 
@@ -132,7 +173,7 @@ def openapi_document(app: FastAPI) -> dict[str, Any]:
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
             known = OPERATIONS.get(f"{method.upper()} {path}", Operation())
-            operation["responses"] = _responses(known)
+            operation["responses"] = _responses(known, () if path in OPEN_PATHS else OF_KEYS)
             if known.body is not None:
                 schema = {"$ref": _reference(known.body.__name__)}
                 operation["requestBody"] = {"required": True, "content": _json(schema)}
@@ -158,13 +199,13 @@ def _only(field: str) -> JsonSchema:
     return {"required": [field], "properties": {other: {"type": "null"}}}
 
 
-def _responses(known: Operation) -> dict[str, Any]:
-    content = _json(known.answer or {})
+def _responses(known: Operation, of_keys: Errors) -> dict[str, Any]:
+    content: dict[str, Any] = {known.media_type: {"schema": known.answer or {}}}
     if known.streams:
         content["text/event-stream"] = {}
     responses: dict[str, Any] = {"200": {"description": "Done.", "content": content}}
     by_status: dict[int, list[type[Exception]]] = {}
-    for error in known.errors:
+    for error in (*known.errors, *of_keys):
         by_status.setdefault(ANSWERS[error].status, []).append(error)
     for status, errors in sorted(by_status.items()):
         responses[str(status)] = _refusal(errors)

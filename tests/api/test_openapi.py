@@ -53,7 +53,7 @@ def app() -> Any:
 
     The context is short, as generated bodies ask for as many tokens as there may be.
     """
-    engine = FakeEngine()
+    engine: Any = FakeEngine()
     engine.tokenizer = Tokenizer(byte_tokenizer())
     engine.vocab_size = len(byte_tokenizer())
     engine.max_model_len = 80
@@ -73,7 +73,7 @@ def session(app: Any) -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def operations(app: Any) -> dict[str, Any]:
     """The operations of the served document, by method and path."""
-    schema = schemathesis.openapi.from_asgi("/openapi.json", app)
+    schema: Any = schemathesis.openapi.from_asgi("/openapi.json", app)
     operations = [one.ok() for one in schema.get_all_operations()]
     return {operation.label: operation for operation in operations}
 
@@ -87,6 +87,8 @@ def cases(operation: Any) -> Iterator[Any]:
     )
     # tokenisation takes a chat's many fields, most of which it has no use for
     step = 8 if "tokenize" in operation.path else 1
+    if operation.path == "/tokenize":  # of which few that are generated are right
+        yield operation.Case(body={"prompt": "x"}, media_type="application/json")
     for case in islice(covering, 0, None, step):
         if case.method == operation.method.upper():  # others are a 405, see test_errors.py
             yield case
@@ -107,6 +109,11 @@ def drawn(operation: Any) -> list[Any]:
     return found
 
 
+def test_every_route_is_documented(operations: dict[str, Any]) -> None:
+    """And no other ones."""
+    assert operations.keys() == OPERATIONS.keys()
+
+
 @pytest.mark.parametrize("label", OPERATIONS)
 def test_generated_requests_get_what_is_documented(
     operations: dict[str, Any], session: Any, label: str
@@ -117,7 +124,9 @@ def test_generated_requests_get_what_is_documented(
         response = case.call_and_validate(session=session, checks=CHECKS)
         statuses[response.status_code] += 1
 
-    expected = {404} if "{" in label else {200} if label.startswith("GET") else {200, 400}
+    expected = {404} if "_id}" in label else {200} if label.startswith("GET") else {200, 400}
+    if label == "POST /reset_prefix_cache":
+        expected = {403}  # the application has no admin key
     assert statuses.keys() >= expected, statuses
 
 

@@ -79,7 +79,9 @@ def test_the_docstring_that_it_points_at_runs() -> None:
 
 def test_the_make_targets_that_it_names_exist() -> None:
     """All of them, and those of `.ci/run`."""
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    makefile = "".join(
+        (ROOT / name).read_text(encoding="utf-8") for name in ("Makefile", "clients.mk")
+    )
     targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
     commands = "\n".join([*blocks("sh"), *re.findall(r"`([^`\n]+)`", README)])
     named = set(re.findall(r"^make ([a-z-]+)", commands, re.MULTILINE))
