@@ -10,27 +10,27 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
-from prefixkv.api.access_log import AccessLog
-from prefixkv.api.api_keys import ApiKeys
-from prefixkv.api.authentication import Authentication
-from prefixkv.api.cache_admin import cache_admin_router
+from prefixkv.api.access.api_keys import ApiKeys
+from prefixkv.api.access.authentication import Authentication
+from prefixkv.api.access.key_limits import KeyLimits
+from prefixkv.api.caching.cache_admin import cache_admin_router
+from prefixkv.api.caching.explain import explain_router
 from prefixkv.api.chat_completions import chat_completions_router
 from prefixkv.api.completions import completions_router
-from prefixkv.api.draining import Drain, DrainGate
+from prefixkv.api.conversations.responses import responses_router
 from prefixkv.api.engine_interface import ServingEngine
 from prefixkv.api.errors import UnexpectedErrors, handle_error, handle_http_exception
-from prefixkv.api.explain import explain_router
-from prefixkv.api.health import health_router
-from prefixkv.api.key_limits import KeyLimits
-from prefixkv.api.metrics import metrics_router
+from prefixkv.api.history.token_memory import TokenMemory
 from prefixkv.api.models import models_router
-from prefixkv.api.openapi import describe_api
-from prefixkv.api.refusals import CountedRefusals, Refusals
-from prefixkv.api.request_id import RequestIds
-from prefixkv.api.responses import responses_router
-from prefixkv.api.server_options import MAX_BODY_BYTES, TOKEN_MEMORY_BYTES
+from prefixkv.api.monitoring.health import health_router
+from prefixkv.api.monitoring.metrics import metrics_router
+from prefixkv.api.monitoring.refusals import CountedRefusals, Refusals
+from prefixkv.api.options.server_options import MAX_BODY_BYTES, TOKEN_MEMORY_BYTES
+from prefixkv.api.replies.openapi import describe_api
+from prefixkv.api.requests.request_id import RequestIds
 from prefixkv.api.service import Service
-from prefixkv.api.token_memory import TokenMemory
+from prefixkv.api.serving.access_log import AccessLog
+from prefixkv.api.serving.draining import Drain, DrainGate
 from prefixkv.api.tokenization import tokenization_router
 from prefixkv.errors import PrefixKVError
 

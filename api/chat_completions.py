@@ -7,22 +7,22 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from prefixkv.api.bodies import chat_body
-from prefixkv.api.body import parse_object
-from prefixkv.api.breakpoints import Mark, Message, breakpoint_positions, take_marks
-from prefixkv.api.cache_plan import CachePlan, cache_plan
+from prefixkv.api.access.tenant import Tenant, tenant_of
+from prefixkv.api.caching.breakpoints import Mark, Message, breakpoint_positions, take_marks
+from prefixkv.api.caching.cache_plan import CachePlan, cache_plan
+from prefixkv.api.caching.prewarm import prewarm_params
 from prefixkv.api.endpoint import Job, Shape, answer, read_job
 from prefixkv.api.engine_interface import Tokenizer
-from prefixkv.api.logprobs import ChatLogprobs
-from prefixkv.api.messages import render, require_tokens
-from prefixkv.api.prewarm import prewarm_params
-from prefixkv.api.schemas import ChatCompletionRequest, parse_request
+from prefixkv.api.history.token_memory import ChatTokens
+from prefixkv.api.history.told_tokens import told_tokens
+from prefixkv.api.replies.bodies import chat_body
+from prefixkv.api.replies.logprobs import ChatLogprobs
+from prefixkv.api.replies.streaming import ChatChunks
+from prefixkv.api.requests.body import parse_object
+from prefixkv.api.requests.messages import render, require_tokens
+from prefixkv.api.requests.schemas import ChatCompletionRequest, parse_request
+from prefixkv.api.requests.unsupported import UNSUPPORTED_IN_CHATS, refuse_unsupported
 from prefixkv.api.service import Service
-from prefixkv.api.streaming import ChatChunks
-from prefixkv.api.tenant import Tenant, tenant_of
-from prefixkv.api.token_memory import ChatTokens
-from prefixkv.api.told_tokens import told_tokens
-from prefixkv.api.unsupported import UNSUPPORTED_IN_CHATS, refuse_unsupported
 from prefixkv.errors import InvalidRequest
 from prefixkv.outputs import BranchOutput
 from prefixkv.sampling_params import SamplingParams

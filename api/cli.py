@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from prefixkv.api.cli_options import (
+from prefixkv.api.options.cli_options import (
     DebugOption,
     ModelArgument,
     ModelOption,
@@ -18,14 +18,14 @@ from prefixkv.api.cli_options import (
     Session,
     choose_model,
 )
-from prefixkv.api.config_file import ConfigOption
-from prefixkv.api.option_groups import (
+from prefixkv.api.options.config_file import ConfigOption
+from prefixkv.api.options.option_groups import (
     ComputeOptions,
     EngineOptions,
     ModelOptions,
     takes_option_groups,
 )
-from prefixkv.api.server_options import ServerOptions
+from prefixkv.api.options.server_options import ServerOptions
 from prefixkv.errors import PrefixKVError
 
 app = typer.Typer(
@@ -92,7 +92,7 @@ def serve(
     """Serve a model over HTTP, in the shapes of OpenAI's API."""
     engine_config = engine.engine_config(context, model_argument)
     _set_threads(engine.threads)
-    from prefixkv.api.server import run
+    from prefixkv.api.serving.server import run
 
     run(engine_config, options)
 
@@ -122,8 +122,8 @@ def generate(
     config = engine.engine_config(context)
     _set_threads(engine.threads)
     from prefixkv.api.offline import generate_and_print
-    from prefixkv.api.schemas import GenerationRequest, parse_request
-    from prefixkv.api.server import build_engine
+    from prefixkv.api.requests.schemas import GenerationRequest, parse_request
+    from prefixkv.api.serving.server import build_engine
 
     fields = {
         "max_tokens": max_tokens,

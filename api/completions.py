@@ -4,18 +4,18 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from prefixkv.api.bodies import completion_body
-from prefixkv.api.body import parse_object
-from prefixkv.api.cache_plan import cache_plan
-from prefixkv.api.echo import Echo, make_echo
+from prefixkv.api.caching.cache_plan import cache_plan
+from prefixkv.api.caching.prewarm import prewarm_params
 from prefixkv.api.endpoint import Job, Shape, answer, read_job
-from prefixkv.api.logprobs import CompletionLogprobs
-from prefixkv.api.prewarm import prewarm_params
-from prefixkv.api.prompts import as_list, token_prompts
-from prefixkv.api.schemas import CompletionRequest, parse_request
+from prefixkv.api.replies.bodies import completion_body
+from prefixkv.api.replies.echo import Echo, make_echo
+from prefixkv.api.replies.logprobs import CompletionLogprobs
+from prefixkv.api.replies.streaming import CompletionChunks
+from prefixkv.api.requests.body import parse_object
+from prefixkv.api.requests.prompts import as_list, token_prompts
+from prefixkv.api.requests.schemas import CompletionRequest, parse_request
+from prefixkv.api.requests.unsupported import UNSUPPORTED_IN_COMPLETIONS, refuse_unsupported
 from prefixkv.api.service import COMPLETION_MAX_TOKENS, Service
-from prefixkv.api.streaming import CompletionChunks
-from prefixkv.api.unsupported import UNSUPPORTED_IN_COMPLETIONS, refuse_unsupported
 
 _SHAPE = Shape("cmpl", completion_body, CompletionChunks, CompletionLogprobs)
 

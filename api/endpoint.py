@@ -8,24 +8,24 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
-from prefixkv.api.access_log import USAGES_KEY
-from prefixkv.api.answers import noted
-from prefixkv.api.bodies import Envelope, json_response, long_json_response
-from prefixkv.api.body import read_body
-from prefixkv.api.cache_plan import CachePlan
-from prefixkv.api.cache_use import cache_controls, cache_reports
+from prefixkv.api.access.tenant import tenant_of
+from prefixkv.api.caching.cache_plan import CachePlan
+from prefixkv.api.caching.cache_use import cache_controls, cache_reports
+from prefixkv.api.caching.prewarm import prewarmed
 from prefixkv.api.disconnect import unless_disconnected
-from prefixkv.api.echo import Echo, echoed
 from prefixkv.api.engine_interface import Tokenizer
 from prefixkv.api.generation import Deltas, collect, first_of, generate
-from prefixkv.api.logprobs import MANY_LOGPROBS, LogprobsBody, prompt_logprobs_body
-from prefixkv.api.prewarm import prewarmed
-from prefixkv.api.request_headers import priority_of
-from prefixkv.api.request_id import request_id_of
-from prefixkv.api.schemas import GenerationRequest
+from prefixkv.api.history.answers import noted
+from prefixkv.api.replies.bodies import Envelope, json_response, long_json_response
+from prefixkv.api.replies.echo import Echo, echoed
+from prefixkv.api.replies.logprobs import MANY_LOGPROBS, LogprobsBody, prompt_logprobs_body
+from prefixkv.api.replies.streaming import Chunks, EventStream, Told, events
+from prefixkv.api.requests.body import read_body
+from prefixkv.api.requests.request_headers import priority_of
+from prefixkv.api.requests.request_id import request_id_of
+from prefixkv.api.requests.schemas import GenerationRequest
 from prefixkv.api.service import Service
-from prefixkv.api.streaming import Chunks, EventStream, Told, events
-from prefixkv.api.tenant import tenant_of
+from prefixkv.api.serving.access_log import USAGES_KEY
 from prefixkv.outputs import BranchOutput, Completion
 from prefixkv.sampling_params import SamplingParams
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from prefixkv.api.byte_size import format_bytes
+from prefixkv.api.options.byte_size import format_bytes
 from prefixkv.config import DEFAULT_MODEL, EngineConfig
 from prefixkv.errors import ConfigError
 

@@ -5,7 +5,7 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from prefixkv.api.bodies import json_response
+from prefixkv.api.replies.bodies import json_response
 from prefixkv.api.service import Service
 
 

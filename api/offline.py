@@ -7,9 +7,9 @@ from typing import TextIO
 
 from prefixkv.api.engine_interface import ServingEngine
 from prefixkv.api.generation import Deltas, collect, generate
-from prefixkv.api.messages import chat_prompt
-from prefixkv.api.prompts import token_prompts
-from prefixkv.api.schemas import ChatCompletionRequest, GenerationRequest
+from prefixkv.api.requests.messages import chat_prompt
+from prefixkv.api.requests.prompts import token_prompts
+from prefixkv.api.requests.schemas import ChatCompletionRequest, GenerationRequest
 from prefixkv.api.service import COMPLETION_MAX_TOKENS, Service
 
 

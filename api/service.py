@@ -4,14 +4,14 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from prefixkv.api.draining import Drain
+from prefixkv.api.caching.explanations import Explanations
+from prefixkv.api.conversations.response_store import ResponseStore
 from prefixkv.api.engine_interface import ServingEngine
-from prefixkv.api.explanations import Explanations
-from prefixkv.api.prompts import require_token_ids
-from prefixkv.api.response_store import ResponseStore
-from prefixkv.api.schemas import GenerationRequest
-from prefixkv.api.token_memory import TokenMemory
-from prefixkv.api.unknown_fields import UnknownFields
+from prefixkv.api.history.token_memory import TokenMemory
+from prefixkv.api.requests.prompts import require_token_ids
+from prefixkv.api.requests.schemas import GenerationRequest
+from prefixkv.api.requests.unknown_fields import UnknownFields
+from prefixkv.api.serving.draining import Drain
 from prefixkv.errors import ConfigError, ModelNotFound
 from prefixkv.sampling_params import SamplingParams
 

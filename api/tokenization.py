@@ -7,12 +7,12 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from prefixkv.api.bodies import json_response
-from prefixkv.api.body import parse_object
 from prefixkv.api.endpoint import read_job
-from prefixkv.api.messages import chat_prompt
-from prefixkv.api.prompts import require_token_ids
-from prefixkv.api.schemas import DetokenizeRequest, TokenizeRequest, parse_request
+from prefixkv.api.replies.bodies import json_response
+from prefixkv.api.requests.body import parse_object
+from prefixkv.api.requests.messages import chat_prompt
+from prefixkv.api.requests.prompts import require_token_ids
+from prefixkv.api.requests.schemas import DetokenizeRequest, TokenizeRequest, parse_request
 from prefixkv.api.service import Service
 from prefixkv.errors import InvalidRequest
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from prefixkv.api import server
 from prefixkv.api.app import create_app
-from prefixkv.api.server_options import ServerOptions
+from prefixkv.api.options.server_options import ServerOptions
+from prefixkv.api.serving import server
 from prefixkv.config import EngineConfig
 from tests.api.fake_engine import FakeEngine
 from tests.api.live_server import running

@@ -3,8 +3,9 @@
 import os
 import time
 
-from prefixkv.api import cli, server
+from prefixkv.api import cli
 from prefixkv.api.engine_interface import ServingEngine
+from prefixkv.api.serving import server
 from prefixkv.config import EngineConfig
 from tests.api.fake_engine import FakeEngine
 

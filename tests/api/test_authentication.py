@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from prefixkv.api.api_keys import ApiKeys, key_digest, make_key
+from prefixkv.api.access.api_keys import ApiKeys, key_digest, make_key
+from prefixkv.api.access.key_file import collect_keys
 from prefixkv.api.app import create_app
-from prefixkv.api.key_file import collect_keys
 from prefixkv.errors import ConfigError
 from tests.api.fake_engine import FakeEngine
 from tests.api.live_server import running

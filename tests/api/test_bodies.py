@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from prefixkv.api.bodies import LIST_PART, dump_json, dump_long_json
+from prefixkv.api.replies.bodies import LIST_PART, dump_json, dump_long_json
 
 LONG = [{"a": i, "b": [i] * 3} for i in range(2 * LIST_PART + 1)]
 

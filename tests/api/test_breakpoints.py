@@ -9,7 +9,7 @@ from tiny_models import CHAT_TEMPLATE, byte_tokenizer
 from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from prefixkv.api.breakpoints import MAX_MARKS, Mark, breakpoint_positions, take_marks
+from prefixkv.api.caching.breakpoints import MAX_MARKS, Mark, breakpoint_positions, take_marks
 from prefixkv.errors import InvalidRequest
 from prefixkv.tokenizer import Tokenizer
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from prefixkv.api.byte_size import format_bytes, parse_bytes
+from prefixkv.api.options.byte_size import format_bytes, parse_bytes
 
 
 @pytest.mark.parametrize(

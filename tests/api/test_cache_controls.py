@@ -6,10 +6,10 @@ import httpx
 import pytest
 from starlette.requests import Request
 
-from prefixkv.api.cache_plan import CachePlan
-from prefixkv.api.cache_use import cache_controls
+from prefixkv.api.caching.cache_plan import CachePlan
+from prefixkv.api.caching.cache_use import cache_controls
 from prefixkv.api.endpoint import Job
-from prefixkv.api.schemas import GenerationRequest, parse_request
+from prefixkv.api.requests.schemas import GenerationRequest, parse_request
 from prefixkv.api.service import Service
 from prefixkv.cache_control import (
     Breakpoint,

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from prefixkv.api import model_summary, server
+from prefixkv.api import model_summary
 from prefixkv.api.model_summary import ModelSummary
-from prefixkv.api.server_options import ServerOptions
+from prefixkv.api.options.server_options import ServerOptions
+from prefixkv.api.serving import server
 from prefixkv.config import DEFAULT_MODEL, EngineConfig
 from prefixkv.errors import ModelError
 from tests.api.command_line import run

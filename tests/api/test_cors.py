@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
+from prefixkv.api.access.key_file import collect_keys
+from prefixkv.api.access.origins import parse_origins
 from prefixkv.api.app import create_app
-from prefixkv.api.key_file import collect_keys
-from prefixkv.api.origins import parse_origins
 from prefixkv.errors import ConfigError
 from tests.api.fake_engine import FakeEngine
 from tests.api.live_server import running

@@ -10,7 +10,7 @@ import pytest
 
 from prefixkv.api.app import create_app
 from prefixkv.api.errors import ANSWERS, Draining, error_response
-from prefixkv.api.unknown_fields import MAX_LENGTH, MAX_NAMES, UnknownFields
+from prefixkv.api.requests.unknown_fields import MAX_LENGTH, MAX_NAMES, UnknownFields
 from prefixkv.errors import (
     ConfigError,
     EngineStopped,

@@ -8,21 +8,21 @@ import pytest
 from starlette.requests import Request
 from starlette.testclient import TestClient
 
-from prefixkv.api.api_keys import ApiKeys, key_digest, make_key
+from prefixkv.api.access.api_keys import ApiKeys, key_digest, make_key
+from prefixkv.api.access.tenant import ANONYMOUS, SCOPE_KEY, Tenant
 from prefixkv.api.app import create_app
-from prefixkv.api.cache_plan import CachePlan
-from prefixkv.api.cache_use import cache_reports
-from prefixkv.api.endpoint import Job
-from prefixkv.api.explanations import (
+from prefixkv.api.caching.cache_plan import CachePlan
+from prefixkv.api.caching.cache_use import cache_reports
+from prefixkv.api.caching.explanations import (
     MAX_PROMPTS,
     MAX_REQUESTS,
     Explanation,
     Explanations,
     explanation,
 )
-from prefixkv.api.schemas import GenerationRequest, parse_request
+from prefixkv.api.endpoint import Job
+from prefixkv.api.requests.schemas import GenerationRequest, parse_request
 from prefixkv.api.service import Service
-from prefixkv.api.tenant import ANONYMOUS, SCOPE_KEY, Tenant
 from prefixkv.cache_control import CacheReport, Miss
 from prefixkv.sampling_params import SamplingParams
 from tests.api.fake_engine import ByteTokenizer, FakeEngine

@@ -9,8 +9,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from prefixkv.api.server import run
-from prefixkv.api.server_options import ServerOptions
+from prefixkv.api.options.server_options import ServerOptions
+from prefixkv.api.serving.server import run
 from prefixkv.config import EngineConfig
 from prefixkv.errors import ConfigError
 from tests.api.live_server import DEADLINE_S
@@ -54,6 +54,6 @@ def test_wrong_files_are_told_before_the_model_is_loaded(
     options: ServerOptions, complaint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a port in use is."""
-    monkeypatch.setattr("prefixkv.api.server.configure_logs", lambda *arguments: None)
+    monkeypatch.setattr("prefixkv.api.serving.server.configure_logs", lambda *arguments: None)
     with pytest.raises(ConfigError, match=complaint):
         run(EngineConfig(), options)

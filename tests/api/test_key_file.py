@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from prefixkv.api.key_file import collect_keys, read_key_file
+from prefixkv.api.access.key_file import collect_keys, read_key_file
 from prefixkv.errors import ConfigError
 
 TOML = f"""

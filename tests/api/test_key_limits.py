@@ -8,11 +8,11 @@ import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
+from prefixkv.api.access.key_file import collect_keys
+from prefixkv.api.access.key_limits import KeyLimits
+from prefixkv.api.access.tenant import SCOPE_KEY, Tenant
 from prefixkv.api.app import create_app
 from prefixkv.api.errors import KeyLimitReached
-from prefixkv.api.key_file import collect_keys
-from prefixkv.api.key_limits import KeyLimits
-from prefixkv.api.tenant import SCOPE_KEY, Tenant
 from tests.api.fake_engine import FakeEngine
 from tests.api.live_server import eventually, running
 from tests.api.test_errors import error_of

@@ -9,7 +9,7 @@ import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from prefixkv.api.logprobs import ChatLogprobs, CompletionLogprobs
+from prefixkv.api.replies.logprobs import ChatLogprobs, CompletionLogprobs
 from prefixkv.outputs import TokenLogprobs
 from tests.api.fake_engine import ByteTokenizer, FakeEngine
 from tests.api.sse import read_events

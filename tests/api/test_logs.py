@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from prefixkv.api.log_format import JsonFormatter, TextFormatter
+from prefixkv.api.serving.log_format import JsonFormatter, TextFormatter
 from tests.api.fake_engine import FakeEngine
 from tests.api.live_server import DEADLINE_S, eventually
 from tests.api.server_process import read_until, serving

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from prefixkv.api.messages import chat_prompt
-from prefixkv.api.schemas import ChatCompletionRequest, parse_request
+from prefixkv.api.requests.messages import chat_prompt
+from prefixkv.api.requests.schemas import ChatCompletionRequest, parse_request
 from prefixkv.errors import InvalidRequest
 from tests.api.fake_engine import ByteTokenizer
 

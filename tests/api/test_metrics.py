@@ -11,8 +11,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tiny_models import tiny_engine, tiny_model
 
-from prefixkv.api import metrics
 from prefixkv.api.app import create_app
+from prefixkv.api.monitoring import metrics
 from prefixkv.async_engine import AsyncEngine
 from prefixkv.cache_control import Breakpoint, CacheControl
 from prefixkv.errors import QueueFull

@@ -23,7 +23,7 @@ from schemathesis.specs.openapi.checks import (
 from tiny_models import byte_tokenizer
 
 from prefixkv.api.app import create_app
-from prefixkv.api.openapi import OPERATIONS
+from prefixkv.api.replies.openapi import OPERATIONS
 from prefixkv.errors import EngineStopped, QueueFull, StepFailed
 from prefixkv.tokenizer import Tokenizer
 from tests.api.fake_engine import FakeEngine

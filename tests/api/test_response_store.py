@@ -1,8 +1,8 @@
 """The store of responses alone."""
 
-from prefixkv.api.response_store import ResponseStore, StoredResponse, turns_of
-from prefixkv.api.tenant import Tenant
-from prefixkv.api.transcript import transcript_of
+from prefixkv.api.access.tenant import Tenant
+from prefixkv.api.conversations.response_store import ResponseStore, StoredResponse, turns_of
+from prefixkv.api.history.transcript import transcript_of
 
 
 def stored(text: str, previous: StoredResponse | None = None) -> StoredResponse:

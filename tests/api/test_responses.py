@@ -11,7 +11,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 from starlette.testclient import TestClient
 
-from prefixkv.api.api_keys import ApiKeys, key_digest, make_key
+from prefixkv.api.access.api_keys import ApiKeys, key_digest, make_key
 from prefixkv.api.app import create_app
 from prefixkv.errors import QueueFull
 from tests.api.fake_engine import ALPHABET, FakeEngine

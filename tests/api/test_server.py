@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from prefixkv.api.listener import bind
+from prefixkv.api.serving.listener import bind
 from prefixkv.errors import ConfigError
 from tests.api.live_server import DEADLINE_S
 from tests.api.server_process import read_until, serving

@@ -1,7 +1,7 @@
 """A bounded memory of things that share parts."""
 
-from prefixkv.api.shared_lru import SharedLRU
-from prefixkv.api.transcript import Transcript, transcript_of
+from prefixkv.api.history.shared_lru import SharedLRU
+from prefixkv.api.history.transcript import Transcript, transcript_of
 
 
 def test_parts_count_once_and_are_gone_with_the_last_that_has_them() -> None:

@@ -2,7 +2,7 @@
 
 from itertools import product
 
-from prefixkv.api.tenant import ANONYMOUS, Tenant
+from prefixkv.api.access.tenant import ANONYMOUS, Tenant
 
 
 def test_without_a_key_the_clients_salt_is_the_salt() -> None:

@@ -10,10 +10,10 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from prefixkv.api.chat_digest import chat_digests
-from prefixkv.api.messages import RenderedChat, normalized
-from prefixkv.api.token_memory import ChatTokens, TokenMemory
-from prefixkv.api.told_tokens import ToldTokens, told_tokens
+from prefixkv.api.history.chat_digest import chat_digests
+from prefixkv.api.history.token_memory import ChatTokens, TokenMemory
+from prefixkv.api.history.told_tokens import ToldTokens, told_tokens
+from prefixkv.api.requests.messages import RenderedChat, normalized
 from prefixkv.outputs import BranchOutput
 from prefixkv.tokenizer import Tokenizer
 from tests.api.fake_engine import FakeEngine

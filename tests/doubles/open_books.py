@@ -12,7 +12,8 @@ import psutil
 from fastapi import FastAPI
 from tiny_models import tiny_engine
 
-from prefixkv.api import cli, server
+from prefixkv.api import cli
+from prefixkv.api.serving import server
 from prefixkv.async_engine import AsyncEngine
 from prefixkv.config import EngineConfig
 

@@ -54,7 +54,8 @@ def expected_members() -> set[str]:
     """The modules of the three folders, under the names that they are shipped as."""
     shipped = {f"prefixkv/{path.name}" for path in (ROOT / "prefixkv").glob("*.py")}
     for folder, target in FOLDERS.items():
-        shipped |= {f"{target}/{path.name}" for path in (ROOT / folder).glob("*.py")}
+        inside = (path.relative_to(ROOT / folder) for path in (ROOT / folder).rglob("*.py"))
+        shipped |= {f"{target}/{path.as_posix()}" for path in inside}
     return shipped | {"prefixkv/py.typed"}
 
 

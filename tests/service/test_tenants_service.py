@@ -9,8 +9,8 @@ import pytest
 from asked_engine import AskedEngine
 from tiny_models import tiny_engine
 
+from prefixkv.api.access.key_file import collect_keys
 from prefixkv.api.app import create_app
-from prefixkv.api.key_file import collect_keys
 from tests.api.live_server import eventually, running
 
 KEYS = """
