@@ -63,12 +63,6 @@ class ApiKeys:
                 found = key.tenant
         return found
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ApiKeys) and self._keys == other._keys
-
-    def __hash__(self) -> int:
-        return hash(self._keys)
-
     def __repr__(self) -> str:
         return f"ApiKeys({', '.join(key.tenant.name for key in self._keys)})"
 

@@ -115,7 +115,9 @@ def test_a_planted_top_level_package_is_noticed(tmp_path: Path) -> None:
     """The check above fails for a wheel that would put `kernels` into site-packages."""
     tree = copy_of_the_tree(tmp_path / "tree")
     project = tree / "pyproject.toml"
-    planted = project.read_text().replace('packages = ["', 'packages = ["kernels", "', 1)
+    given = project.read_text()
+    planted = given.replace("\npackages = [", '\npackages = ["kernels",', 1)
+    assert planted != given
     project.write_text(planted)
     extra = members(build(tree, "--wheel")) - expected_members()
 

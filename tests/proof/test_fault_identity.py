@@ -51,7 +51,7 @@ def test_keys_are_made_in_one_place() -> None:
     sources = [
         path
         for package in (prefixkv, prefixkv.api, prefixkv.kernels)
-        for path in Path(package.__path__[0]).glob("*.py")
+        for path in Path(package.__path__[0]).rglob("*.py")
     ]
     users: dict[str, set[str]] = {}
     for path in sources:

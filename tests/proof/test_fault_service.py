@@ -128,7 +128,8 @@ def test_cached_tokens_are_0_when_cold_and_exact_when_warm_and_salts_hold(
         response = client.post(path, json={**body, "cache_salt": f"{salt} {stream}"})
         answer = read_events(response)[-1] if stream else response.json()
         assert answer["usage"]["prompt_tokens"] == num_tokens
-        (value,) = answer["usage"]["prompt_tokens_details"].values()
-        cached.append(value)
+        details = answer["usage"]["prompt_tokens_details"]
+        cached.append(details["cached_tokens"])
+        assert details["cache_write_tokens"] == num_tokens - cached[-1]
     assert cached == [0, num_tokens - 1, 0, num_tokens - 1, num_tokens - 1]
     assert [type(value) for value in cached] == [int] * 5
