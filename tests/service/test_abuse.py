@@ -10,7 +10,7 @@ def test_misuse_leaves_nothing_behind() -> None:
     counts, before, after = abuse(NUM_CONNECTIONS, SECONDS, seed=0)
 
     assert counts["honest"] >= NUM_CONNECTIONS
-    assert len(counts) == 6  # and each kind of misuse was there
+    assert len(counts) == 7  # and each kind of misuse was there
     assert after["num_files"] == before["num_files"]
     assert after["num_tasks"] == before["num_tasks"]
     assert after["resident_bytes"] <= 1.05 * before["resident_bytes"]
