@@ -25,7 +25,7 @@ lm-eval: install .venv-clients/lm_eval/installed
 abuse: install
 	$(BIN)/python tests/doubles/abuse.py --seconds 60 --connections 200
 
-# Whether the time to the first token tells what another salt has cached; with a control that does.
+# Whether the time of an answer tells what another key has cached; with a control that does.
 salt-timing: install
 	OMP_NUM_THREADS=1 $(BIN)/python -P benchmarks/salt_timing.py
 
