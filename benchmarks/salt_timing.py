@@ -34,7 +34,7 @@ MAX_P, CONTROL_P = 0.01, 1e-6
 
 
 async def ask(
-    client: httpx.AsyncClient, prompt: Sequence[int], key: str, salt: str | None = None
+    client: httpx.AsyncClient, prompt: Sequence[int], key: str, salt: str | None
 ) -> tuple[float, int]:
     """Seconds to an answer of one token, and how many tokens were said to be cached."""
     body = {"prompt": prompt, "max_tokens": 1, "temperature": 0, "cache_salt": salt}
@@ -70,14 +70,14 @@ async def measure_with(
 ) -> dict[str, list[float]]:
     """Measure over one server."""
     secret = [rng.randrange(3, 250) for _ in range(PROMPT_TOKENS)]
-    await ask(client, secret, "a")
+    await ask(client, secret, "a", None)
     times: dict[str, list[float]] = {"other": [], "fresh": [], "same": []}
     for i in range(-5, num_rounds):  # the first ones warm up
         fresh = [rng.randrange(3, 250) for _ in range(PROMPT_TOKENS)]
-        asked = {
+        asked: dict[str, tuple[list[int], str, str | None]] = {
             "other": (secret, "b", f"{i}"),
             "fresh": (fresh, "b", f"{i}"),
-            "same": (secret, "a"),
+            "same": (secret, "a", None),
         }
         for kind in rng.sample(list(asked), 3):
             before = (await engine.stats())["num_computed_tokens"]
