@@ -16,10 +16,10 @@ lm_eval_NEEDS := lm-eval[api]==0.4.13
 	@touch $@
 
 clients: install $(CLIENTS:%=.venv-clients/%/installed)
-	$(BIN)/python -P -m tests.clients.run_all .venv-clients $(CLIENTS)
+	PYTHONPATH='$(CURDIR)' $(BIN)/python -P -m tests.clients.run_all .venv-clients $(CLIENTS)
 
 lm-eval: install .venv-clients/lm_eval/installed
-	$(BIN)/python -P -m tests.clients.lm_eval.compare .venv-clients/lm_eval
+	PYTHONPATH='$(CURDIR)' $(BIN)/python -P -m tests.clients.lm_eval.compare .venv-clients/lm_eval
 
 # Two hundred connections, half of which misbehave, for a minute.
 abuse: install
