@@ -151,7 +151,7 @@ async def answer(service: Service, http_request: Request, job: Job, shape: Shape
         cache_reports=reports,
     )
     http_request.scope[USAGES_KEY] = told.usages
-    return EventStream(events(first, deltas, told))
+    return EventStream(events(first, deltas, told), deltas)
 
 
 def _deltas(service: Service, http_request: Request, job: Job, response_id: str) -> Deltas:

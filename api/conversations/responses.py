@@ -109,7 +109,7 @@ async def _respond(service: Service, http_request: Request, job: ResponseJob) ->
         return json_response(finish(completion))
     first = await unless_disconnected(http_request.receive, first_of(deltas))
     events = ResponseEvents(response, ChatLogprobs(service.engine.tokenizer))
-    return EventStream(response_events(first, deltas, events, finish))
+    return EventStream(response_events(first, deltas, events, finish), deltas)
 
 
 def _name(service: Service, http_request: Request, job: ResponseJob) -> str:
