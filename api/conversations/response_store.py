@@ -1,7 +1,8 @@
 """Stored responses: what later ones go on from, as exact tokens."""
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from prefixkv.api.access.tenant import Tenant
@@ -35,13 +36,13 @@ class Turns:
 
     def with_answer(self, answer: Mapping[str, Any]) -> "Turns":
         """Return the same with `answer` as the last message of the last turn."""
-        num_bytes = self.num_bytes + len(answer["content"]) + 100
+        num_bytes = self.num_bytes + sys.getsizeof(answer["content"]) + 100
         return Turns(self.earlier, [*self.messages, answer], num_bytes)
 
 
 def turns_of(messages: Sequence[Mapping[str, Any]], earlier: Turns | None = None) -> Turns:
     """Return a turn of `messages` behind `earlier` ones."""
-    return Turns(earlier, messages, len(dump_json(messages)) + 200)
+    return Turns(earlier, messages, sys.getsizeof(dump_json(messages)) + 200)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,6 +57,7 @@ class StoredResponse:
         instructions: at its beginning.
         template_kwargs: with which it was rendered.
         salt: under which it was computed.
+        num_bytes: of what is here and not in other parts.
     """
 
     body: str
@@ -65,11 +67,11 @@ class StoredResponse:
     instructions: str | None
     template_kwargs: Mapping[str, Any]
     salt: str | None
+    num_bytes: int = field(init=False)
 
-    @property
-    def num_bytes(self) -> int:
-        """What the body takes."""
-        return len(self.body) + 500
+    def __post_init__(self) -> None:
+        size = sys.getsizeof(self.body) + sys.getsizeof(dump_json(self.template_kwargs)) + 500
+        object.__setattr__(self, "num_bytes", size)
 
     def parts(self) -> Iterator[Part]:
         """Yield what it is made of; conversations that begin alike share most of it."""
