@@ -36,6 +36,9 @@ from prefixkv.outputs import Completion
 # ids stand in paths
 _NOT_IN_IDS = re.compile(r"[^A-Za-z0-9._-]")
 
+# a short body may go on from a conversation of any length
+_GOES_ON = b'"previous_response_id"'
+
 
 def responses_router(service: Service) -> APIRouter:
     """Return the routes of stored conversations over `service`."""
@@ -44,7 +47,8 @@ def responses_router(service: Service) -> APIRouter:
     @router.post("/v1/responses", response_model=None)
     async def create_response(request: Request) -> Response:
         """Answer a turn of a conversation that the client sends, or that is stored here."""
-        job = await read_job(service, request, partial(response_job, tenant=tenant_of(request)))
+        make_job = partial(response_job, tenant=tenant_of(request))
+        job = await read_job(service, request, make_job, beside_the_loop=_GOES_ON)
         try:
             return await _respond(service, request, job)
         except InvalidRequest as error:

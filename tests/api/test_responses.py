@@ -1,6 +1,7 @@
 """/v1/responses: shapes by the SDK's own types, stored conversations, and what is refused."""
 
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -273,3 +274,21 @@ def test_a_tenant_sees_its_own_responses_only(engine: FakeEngine) -> None:
         assert client.get(f"{URL}/{made}", headers=headers).status_code == status
         assert client.post(URL, json=follow, headers=headers).status_code == status
     assert client.delete(f"{URL}/{made}", headers={"Authorization": "Bearer b"}).status_code == 404
+
+
+def test_a_stored_conversation_is_rendered_beside_the_event_loop(
+    client: httpx.Client, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However short the body: what it goes on from may be long, and streams must not wait."""
+    threads: list[int] = []
+    render = engine.tokenizer.chat_text
+
+    def rendered(*arguments: Any, **kwargs: Any) -> str:
+        threads.append(threading.get_ident())
+        return render(*arguments, **kwargs)
+
+    monkeypatch.setattr(engine.tokenizer, "chat_text", rendered)
+    first = create(client)
+    (loop,) = threads
+    create(client, previous_response_id=first["id"])
+    assert loop not in threads[1:] != []
