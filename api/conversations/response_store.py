@@ -1,6 +1,7 @@
 """Stored responses: what later ones go on from, as exact tokens."""
 
 import sys
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -96,6 +97,8 @@ class ResponseStore:
         self._responses: SharedLRU[tuple[Tenant, str], StoredResponse] = SharedLRU(
             max_bytes, max_responses
         )
+        self._max_claims = max_responses
+        self._claimed: OrderedDict[tuple[Tenant, str], None] = OrderedDict()
 
     @property
     def num_bytes(self) -> int:
@@ -108,6 +111,20 @@ class ResponseStore:
     def put(self, tenant: Tenant, response_id: str, response: StoredResponse) -> None:
         """Keep a response, and let go of those that were not used for longest."""
         self._responses.put((tenant, response_id), response)
+
+    def claim(self, tenant: Tenant, response_id: str) -> bool:
+        """Take an id for a response that begins.
+
+        Returns whether it is free: no stored response has it, and none of those that began last,
+        which may run still.
+        """
+        key = tenant, response_id
+        if key in self._claimed or self.has(tenant, response_id):
+            return False
+        self._claimed[key] = None
+        if len(self._claimed) > self._max_claims:
+            self._claimed.popitem(last=False)
+        return True
 
     def has(self, tenant: Tenant, response_id: str) -> bool:
         """Return whether the tenant has a response of that id."""

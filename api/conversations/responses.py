@@ -121,7 +121,7 @@ def _name(service: Service, http_request: Request, job: ResponseJob) -> str:
     request_id = request_id_of(http_request)
     request_id.adopt(job.request.request_id)
     name = _NOT_IN_IDS.sub("_", request_id.value)
-    if service.responses.has(tenant_of(http_request), f"resp_{name}"):
+    if not service.responses.claim(tenant_of(http_request), f"resp_{name}"):
         name += f"-{uuid.uuid4().hex[:8]}"  # a client may send one id for several requests
     return name
 

@@ -49,3 +49,17 @@ def test_all_that_a_client_sends_counts() -> None:
 
     assert kwargs.num_bytes > plain.num_bytes + 9000
     assert wide.num_bytes > plain.num_bytes + 36_000
+
+
+def test_an_id_is_taken_once() -> None:
+    """By a response that is stored, or that began lately; each tenant has ids of its own."""
+    store, tenant, other = ResponseStore(max_responses=2), Tenant("a"), Tenant("b")
+    assert [store.claim(tenant, "x"), store.claim(tenant, "x"), store.claim(other, "x")] == [
+        True,
+        False,
+        True,
+    ]
+    store.put(tenant, "y", stored("y"))
+    assert not store.claim(tenant, "y")
+    store.claim(tenant, "z")  # as many are remembered as are stored
+    assert store.claim(tenant, "x")

@@ -292,3 +292,21 @@ def test_a_stored_conversation_is_rendered_beside_the_event_loop(
     (loop,) = threads
     create(client, previous_response_id=first["id"])
     assert loop not in threads[1:] != []
+
+
+def test_responses_that_run_at_once_have_ids_of_their_own(
+    client: httpx.Client, engine: FakeEngine
+) -> None:
+    """Whatever ids clients send: the later one would be stored in place of the other."""
+    engine.step_s = 0.01
+    headers = {"X-Request-Id": "at-once"}
+    body = {"input": "first", "stream": True, "max_output_tokens": 50}
+    with client.stream("POST", URL, json=body, headers=headers) as first:
+        lines = first.iter_lines()
+        assert next(lines) == "event: response.created"
+        ours = json.loads(next(lines).removeprefix("data: "))["response"]["id"]
+        second = client.post(URL, json={"input": "x", "max_output_tokens": 1}, headers=headers)
+        list(lines)
+    assert (ours, second.json()["id"].startswith("resp_at-once-")) == ("resp_at-once", True)
+    (item,) = client.get(f"{URL}/{ours}/input_items").json()["data"]
+    assert item["content"][0]["text"] == "first"
