@@ -141,6 +141,8 @@ def test_a_line_of_text_shows_the_fields() -> None:
     text = TextFormatter().format(record_of("m\n", fields={"status": 200, "none": None}))
 
     assert text.endswith(" ERROR x: m status=200")
+    text = TextFormatter().format(record_of("m", fields={"request_id": "1 status=500"}))
+    assert text.endswith(' ERROR x: m request_id="1 status=500"')
 
 
 def test_a_failed_start_is_a_line_of_json_too(tmp_path: Path) -> None:
