@@ -104,15 +104,14 @@ async def _respond(service: Service, http_request: Request, job: ResponseJob) ->
         deltas = prewarmed(deltas)
     reports = cache_reports(service, http_request, job, name)
 
-    def finish(completion: Completion) -> dict[str, Any]:
-        http_request.scope[USAGES_KEY] = [completion.usage]
-        return _finish(service, tenant, job, response, reports, completion)
-
+    finish = partial(_finish, service, tenant, job, response, reports)
     if not job.request.stream:
         (completion,) = await unless_disconnected(http_request.receive, collect(deltas, 1))
+        http_request.scope[USAGES_KEY] = [completion.usage]
         return json_response(finish(completion))
     first = await unless_disconnected(http_request.receive, first_of(deltas))
     events = ResponseEvents(response, ChatLogprobs(service.engine.tokenizer))
+    http_request.scope[USAGES_KEY] = events.usages
     return EventStream(response_events(first, deltas, events, finish), deltas)
 
 
