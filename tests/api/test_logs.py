@@ -118,7 +118,7 @@ def test_tokens_of_a_stream_that_fails_are_told(
 ) -> None:
     """They were computed, whatever the endpoint."""
     engine.fail_after = 2
-    requests = {
+    requests: dict[str, dict[str, Any]] = {
         "/v1/completions": {"prompt": "x"},
         "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
         "/v1/responses": {"input": "x"},
