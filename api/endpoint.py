@@ -96,16 +96,24 @@ MadeT = TypeVar("MadeT")
 
 
 async def read_job(
-    service: Service, http_request: Request, make_job: Callable[[Service, bytes], MadeT]
+    service: Service,
+    http_request: Request,
+    make_job: Callable[[Service, bytes], MadeT],
+    *,
+    beside_the_loop: bytes | None = None,
 ) -> MadeT:
     """Read the body and make a job of it, or whatever `make_job` makes.
+
+    Args:
+        beside_the_loop: what stands in a body that means more work than its length tells.
 
     Raises:
         InvalidRequest: the body or a field of it is wrong.
         ModelNotFound: it names a model that is not served.
     """
     raw = await read_body(http_request, service.max_body_bytes)
-    if len(raw) < LONG_BODY_BYTES:
+    is_more = beside_the_loop is not None and beside_the_loop in raw
+    if len(raw) < LONG_BODY_BYTES and not is_more:
         return make_job(service, raw)
     return await asyncio.to_thread(make_job, service, raw)
 
@@ -151,7 +159,7 @@ async def answer(service: Service, http_request: Request, job: Job, shape: Shape
         cache_reports=reports,
     )
     http_request.scope[USAGES_KEY] = told.usages
-    return EventStream(events(first, deltas, told))
+    return EventStream(events(first, deltas, told), deltas)
 
 
 def _deltas(service: Service, http_request: Request, job: Job, response_id: str) -> Deltas:

@@ -163,7 +163,8 @@ def _plain_content(content: object, where: str) -> str:
         return content
     if not isinstance(content, Sequence):
         raise InvalidRequest(
-            f"{where}.content is {content!r:.100}; it must be a string, null or a list of parts",
+            f"{where}.content is of type {type(content).__name__}; it must be a string, null or a "
+            "list of parts",
             "messages",
         )
     return "".join(
@@ -173,13 +174,14 @@ def _plain_content(content: object, where: str) -> str:
 
 def _part_text(part: object, where: str) -> str:
     if not isinstance(part, Mapping) or part.get("type") != "text":
-        kind = part.get("type") if isinstance(part, Mapping) else part
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
         raise InvalidRequest(
             f"{where} is of type {kind!r:.100}; this model takes text parts only", "messages"
         )
     text = part.get("text")
     if not isinstance(text, str):
-        raise InvalidRequest(f"{where}.text is {text!r:.100}; it must be a string", "messages")
+        kind = type(text).__name__
+        raise InvalidRequest(f"{where}.text is of type {kind}; it must be a string", "messages")
     return text
 
 

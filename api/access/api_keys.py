@@ -9,7 +9,7 @@ import hmac
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from prefixkv.api.access.tenant import Tenant
+from prefixkv.api.access.tenant import ANONYMOUS, Tenant
 from prefixkv.errors import ConfigError
 
 ADMIN_NAME = "admin"
@@ -27,7 +27,8 @@ class ApiKeys:
     """The keys that a server knows; without any, all may use it but for the routes of operators.
 
     Raises:
-        ConfigError: two keys are the same, or have the same name.
+        ConfigError: two keys are the same, or have the same name, or one has the name of those who
+            show none.
     """
 
     def __init__(self, keys: Iterable[ApiKey] = ()) -> None:
@@ -35,6 +36,8 @@ class ApiKeys:
         names = [key.tenant.name for key in self._keys]
         if repeated := sorted({name for name in names if names.count(name) > 1}):
             raise ConfigError(f"API keys need names of their own; given twice: {repeated}")
+        if ANONYMOUS.name in names:
+            raise ConfigError(f"an API key is named {ANONYMOUS.name!r}, as who shows none")
         owners: dict[bytes, str] = {}
         for key in self._keys:
             name = key.tenant.name

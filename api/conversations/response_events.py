@@ -10,19 +10,24 @@ from prefixkv.api.generation import Deltas, IndexedDelta
 from prefixkv.api.history.answers import GrowingAnswer
 from prefixkv.api.replies.bodies import dump_json
 from prefixkv.api.replies.logprobs import ChatLogprobs
-from prefixkv.outputs import Completion, OutputDelta
+from prefixkv.outputs import Completion, OutputDelta, Usage
 
 Finish = Callable[[Completion], dict[str, Any]]
 """Makes the final object of a response, and keeps what is to be kept of it."""
 
 
 class ResponseEvents:
-    """Encodes the events of one response; what the deltas of its text share is encoded once."""
+    """Encodes the events of one response; what the deltas of its text share is encoded once.
+
+    Attributes:
+        usages: the usage so far, none at first; it goes on with the stream.
+    """
 
     def __init__(self, response: ResponseObject, logprobs: ChatLogprobs) -> None:
         self._response = response
         self._logprobs = logprobs
         self._number = 0
+        self.usages: list[Usage] = []
         name = "response.output_text.delta"
         place = dump_json({"type": name, **self._place()})[:-1]
         self._delta_head = f'event: {name}\ndata: {place},"delta":'
@@ -44,6 +49,7 @@ class ResponseEvents:
 
     def more(self, delta: OutputDelta) -> bytes:
         """Return what `delta` adds, perhaps nothing."""
+        self.usages[:] = [delta.usage]
         if not delta.text and not delta.logprobs:
             return b""
         told = []

@@ -24,7 +24,7 @@ def input_items(
     if order not in ("asc", "desc"):
         raise InvalidRequest(f"order is {order!r:.60}; it must be asc or desc.", "order")
     limit = query.get("limit", "20")
-    if not limit.isdecimal() or not 1 <= int(limit[:4]) <= MAX_ITEMS:
+    if not limit.isdecimal() or len(limit) > 4 or not 1 <= int(limit) <= MAX_ITEMS:
         raise InvalidRequest(f"limit is {limit!r:.60}; it must be 1 to {MAX_ITEMS}.", "limit")
     name = response_id.removeprefix("resp_")
     items = _numbered([item for message in messages for item in _items(message)], name)

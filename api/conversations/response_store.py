@@ -1,7 +1,9 @@
 """Stored responses: what later ones go on from, as exact tokens."""
 
+import sys
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from prefixkv.api.access.tenant import Tenant
@@ -35,13 +37,13 @@ class Turns:
 
     def with_answer(self, answer: Mapping[str, Any]) -> "Turns":
         """Return the same with `answer` as the last message of the last turn."""
-        num_bytes = self.num_bytes + len(answer["content"]) + 100
+        num_bytes = self.num_bytes + sys.getsizeof(answer["content"]) + 100
         return Turns(self.earlier, [*self.messages, answer], num_bytes)
 
 
 def turns_of(messages: Sequence[Mapping[str, Any]], earlier: Turns | None = None) -> Turns:
     """Return a turn of `messages` behind `earlier` ones."""
-    return Turns(earlier, messages, len(dump_json(messages)) + 200)
+    return Turns(earlier, messages, sys.getsizeof(dump_json(messages)) + 200)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,6 +58,7 @@ class StoredResponse:
         instructions: at its beginning.
         template_kwargs: with which it was rendered.
         salt: under which it was computed.
+        num_bytes: of what is here and not in other parts.
     """
 
     body: str
@@ -65,11 +68,11 @@ class StoredResponse:
     instructions: str | None
     template_kwargs: Mapping[str, Any]
     salt: str | None
+    num_bytes: int = field(init=False)
 
-    @property
-    def num_bytes(self) -> int:
-        """What the body takes."""
-        return len(self.body) + 500
+    def __post_init__(self) -> None:
+        size = sys.getsizeof(self.body) + sys.getsizeof(dump_json(self.template_kwargs)) + 500
+        object.__setattr__(self, "num_bytes", size)
 
     def parts(self) -> Iterator[Part]:
         """Yield what it is made of; conversations that begin alike share most of it."""
@@ -94,6 +97,8 @@ class ResponseStore:
         self._responses: SharedLRU[tuple[Tenant, str], StoredResponse] = SharedLRU(
             max_bytes, max_responses
         )
+        self._max_claims = max_responses
+        self._claimed: OrderedDict[tuple[Tenant, str], None] = OrderedDict()
 
     @property
     def num_bytes(self) -> int:
@@ -106,6 +111,20 @@ class ResponseStore:
     def put(self, tenant: Tenant, response_id: str, response: StoredResponse) -> None:
         """Keep a response, and let go of those that were not used for longest."""
         self._responses.put((tenant, response_id), response)
+
+    def claim(self, tenant: Tenant, response_id: str) -> bool:
+        """Take an id for a response that begins.
+
+        Returns whether it is free: no stored response has it, and none of those that began last,
+        which may run still.
+        """
+        key = tenant, response_id
+        if key in self._claimed or self.has(tenant, response_id):
+            return False
+        self._claimed[key] = None
+        if len(self._claimed) > self._max_claims:
+            self._claimed.popitem(last=False)
+        return True
 
     def has(self, tenant: Tenant, response_id: str) -> bool:
         """Return whether the tenant has a response of that id."""

@@ -36,6 +36,9 @@ from prefixkv.outputs import Completion
 # ids stand in paths
 _NOT_IN_IDS = re.compile(r"[^A-Za-z0-9._-]")
 
+# a short body may go on from a conversation of any length
+_GOES_ON = b'"previous_response_id"'
+
 
 def responses_router(service: Service) -> APIRouter:
     """Return the routes of stored conversations over `service`."""
@@ -44,7 +47,8 @@ def responses_router(service: Service) -> APIRouter:
     @router.post("/v1/responses", response_model=None)
     async def create_response(request: Request) -> Response:
         """Answer a turn of a conversation that the client sends, or that is stored here."""
-        job = await read_job(service, request, partial(response_job, tenant=tenant_of(request)))
+        make_job = partial(response_job, tenant=tenant_of(request))
+        job = await read_job(service, request, make_job, beside_the_loop=_GOES_ON)
         try:
             return await _respond(service, request, job)
         except InvalidRequest as error:
@@ -100,16 +104,15 @@ async def _respond(service: Service, http_request: Request, job: ResponseJob) ->
         deltas = prewarmed(deltas)
     reports = cache_reports(service, http_request, job, name)
 
-    def finish(completion: Completion) -> dict[str, Any]:
-        http_request.scope[USAGES_KEY] = [completion.usage]
-        return _finish(service, tenant, job, response, reports, completion)
-
+    finish = partial(_finish, service, tenant, job, response, reports)
     if not job.request.stream:
         (completion,) = await unless_disconnected(http_request.receive, collect(deltas, 1))
+        http_request.scope[USAGES_KEY] = [completion.usage]
         return json_response(finish(completion))
     first = await unless_disconnected(http_request.receive, first_of(deltas))
     events = ResponseEvents(response, ChatLogprobs(service.engine.tokenizer))
-    return EventStream(response_events(first, deltas, events, finish))
+    http_request.scope[USAGES_KEY] = events.usages
+    return EventStream(response_events(first, deltas, events, finish), deltas)
 
 
 def _name(service: Service, http_request: Request, job: ResponseJob) -> str:
@@ -117,7 +120,7 @@ def _name(service: Service, http_request: Request, job: ResponseJob) -> str:
     request_id = request_id_of(http_request)
     request_id.adopt(job.request.request_id)
     name = _NOT_IN_IDS.sub("_", request_id.value)
-    if service.responses.has(tenant_of(http_request), f"resp_{name}"):
+    if not service.responses.claim(tenant_of(http_request), f"resp_{name}"):
         name += f"-{uuid.uuid4().hex[:8]}"  # a client may send one id for several requests
     return name
 

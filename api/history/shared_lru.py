@@ -60,12 +60,19 @@ class SharedLRU(Generic[KeyT, SharedT]):
             return value
 
     def put(self, key: KeyT, value: SharedT) -> None:
-        """Keep `value` instead of what was there, and let go of what was not used for longest."""
+        """Keep `value` instead of what was there, and let go of what was not used for longest.
+
+        What is too big to be kept alone displaces nothing else.
+        """
+        fits = sum(part.num_bytes for part in value.parts()) <= self.max_bytes
         with self._lock:
-            self._hold(value)
             replaced = self._entries.pop(key, None)
             if replaced is not None:
                 self._release(replaced)
+            if not fits:
+                self.num_evicted += 1
+                return
+            self._hold(value)
             self._entries[key] = value
             while self.num_bytes > self.max_bytes or len(self._entries) > self._max_entries:
                 _, evicted = self._entries.popitem(last=False)

@@ -20,28 +20,33 @@ def told_tokens(
     """Return what there is to keep of an answer; None for one that did not end well.
 
     The token that ended it is no part of it. A stop string may end inside a token and begin inside
-    another one: the last tokens that count are those before it.
+    another one: the last tokens that count are those before it. So are those before a special one,
+    which `ignore_eos` lets through: no text shows it, so it must not come back with the text.
 
     Args:
         stop_included: whether what stopped the answer is told (`include_stop_str_in_output`).
     """
     ids = output.token_ids
-    if output.finish_reason == "length":
-        return ToldTokens(ids, output.text)
-    if output.finish_reason != "stop":
+    if output.finish_reason not in ("length", "stop"):
         return None
-    if isinstance(output.stop_reason, str) or stop_included:
-        return _until(output.text, ids, tokenizer)
-    return ToldTokens(ids[:-1], output.text)
+    is_cut = output.finish_reason == "stop" and (
+        isinstance(output.stop_reason, str) or stop_included
+    )
+    if output.finish_reason == "stop" and not is_cut:
+        ids = ids[:-1]
+    special = tokenizer.special_token_ids
+    num_shown = next((i for i, token_id in enumerate(ids) if token_id in special), len(ids))
+    if is_cut or num_shown < len(ids):
+        return _until(output.text, ids[:num_shown], tokenizer)
+    return ToldTokens(ids, output.text)
 
 
 def _until(text: str, ids: list[int], tokenizer: Tokenizer) -> ToldTokens:
     """Return the tokens that end at or before the end of `text`, as far as they spell it."""
-    special = tokenizer.special_token_ids
     told = text.encode()
     num_ids = end = position = 0
     for i, token_id in enumerate(ids):
-        piece = b"" if token_id in special else tokenizer.token_bytes(token_id)
+        piece = tokenizer.token_bytes(token_id)
         if not told.startswith(piece, position):
             break
         position += len(piece)

@@ -8,6 +8,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from prefixkv.api.errors import answer_to
+from prefixkv.api.route_path import route_path
 
 _STATUSES = (429, 503)
 
@@ -26,7 +27,7 @@ class Refusals:
     def note(self, scope: Scope, error: Exception) -> None:
         """Count an error that is about to be answered; probes of health do not count."""
         answer = answer_to(error)
-        if answer.status in _STATUSES and answer.code and scope["path"].startswith("/v1/"):
+        if answer.status in _STATUSES and answer.code and route_path(scope).startswith("/v1/"):
             self.counts[answer.code] += 1
 
     def counting(self, handler: Handler) -> Handler:

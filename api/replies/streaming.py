@@ -192,19 +192,26 @@ async def _event(item: IndexedDelta, told: Told) -> bytes:
 
 
 class EventStream(Response):
-    """A streamed response that ends its source when the client leaves, whatever it waits for."""
+    """A streamed response that ends its source when the client leaves, whatever it waits for.
+
+    Args:
+        source: of the events.
+        deltas: which it takes them from, and which run already. A source that was not begun when
+            the client left would not close them.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, source: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, source: AsyncGenerator[bytes, None], deltas: Deltas) -> None:
         # the second header keeps nginx from holding tokens back
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._source = source
+        self._deltas = deltas
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send events until the source ends or the client is gone."""
-        async with aclosing(self._source):
+        async with aclosing(self._deltas), aclosing(self._source):
             with suppress(ClientDisconnect):
                 await unless_disconnected(receive, self._send_all(send))
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from math import isinf
 from typing import Any, NoReturn
 
 from starlette.requests import Request
@@ -40,7 +41,9 @@ def parse_object(raw: bytes) -> dict[str, Any]:
         InvalidRequest: saying where the text stops being JSON.
     """
     try:
-        parsed = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant)
+        parsed = json.loads(
+            raw.decode("utf-8"), parse_constant=_refuse_constant, parse_float=_finite
+        )
         if _SURROGATE_ESCAPE.search(raw):
             json.dumps(parsed, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError:
@@ -65,6 +68,13 @@ def _require_json(content_type: str) -> None:
         raise WrongMediaType(
             f"Content-Type is {content_type[:100]!r}; it must be 'application/json'."
         )
+
+
+def _finite(number: str) -> float:
+    value = float(number)
+    if isinf(value):  # which JSON could not tell back
+        raise ValueError(f"{number[:40]} is too large a number")
+    return value
 
 
 def _refuse_constant(name: str) -> NoReturn:

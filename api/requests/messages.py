@@ -158,6 +158,8 @@ def _function(function: Mapping[str, Any]) -> dict[str, Any]:
 def _parsed_arguments(arguments: str) -> Any:
     try:
         parsed = json.loads(arguments or "{}")
+        if "\\u" in arguments:  # half of a surrogate pair is no text
+            json.dumps(parsed, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         # the model itself may have written this; its history must stay usable
         return arguments

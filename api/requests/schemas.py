@@ -19,6 +19,9 @@ MAX_CHOICES = 128
 _REPR = Repr()
 _REPR.maxstring = _REPR.maxother = _REPR.maxlong = 60
 
+_CONFIDENTIAL = frozenset({"cache_salt", "messages", "prompt", "input", "instructions"})
+"""Fields whose values no error message repeats: messages end in logs of clients."""
+
 
 def _whole(value: Any) -> Any:
     # JSON has one kind of number: JavaScript and others write 16 as 16.0
@@ -218,7 +221,8 @@ def parse_request(schema: type[RequestT], body: dict[str, Any]) -> RequestT:
     """Validate `body`.
 
     Raises:
-        InvalidRequest: naming the first wrong field, with its value cut short.
+        InvalidRequest: naming the first wrong field, with its value cut short unless that is
+            confidential.
     """
     try:
         request = schema.model_validate(body)
@@ -231,4 +235,6 @@ def parse_request(schema: type[RequestT], body: dict[str, Any]) -> RequestT:
 def _first_error(error: ValidationError) -> InvalidRequest:
     first = error.errors(include_url=False, include_context=False)[0]
     param = ".".join(str(part) for part in first["loc"])
-    return InvalidRequest(f"{param} is {_REPR.repr(first['input'])}: {first['msg']}.", param)
+    is_told = first["loc"][0] not in _CONFIDENTIAL
+    told = f"{param} is {_REPR.repr(first['input'])}" if is_told else param
+    return InvalidRequest(f"{told}: {first['msg']}.", param)

@@ -15,6 +15,9 @@ _Neutral = Callable[[Any], bool]
 _REPR = Repr()
 _REPR.maxstring = _REPR.maxother = 60
 
+_CONFIDENTIAL = frozenset({"suffix", "documents", "prompt", "prompt_embeds"})
+"""Fields whose values are what a prompt is made of, and in no error message."""
+
 
 def _is_false(value: Any) -> bool:
     return value is False
@@ -81,6 +84,5 @@ def refuse_unsupported(body: Mapping[str, Any], unsupported: Mapping[str, _Neutr
     for name, is_neutral in unsupported.items():
         value = body.get(name)
         if value is not None and not is_neutral(value):
-            raise UnsupportedField(
-                f"{name} is {_REPR.repr(value)}; this server does not support that yet.", name
-            )
+            told = name if name in _CONFIDENTIAL else f"{name} is {_REPR.repr(value)}"
+            raise UnsupportedField(f"{told}; this server does not support that yet.", name)

@@ -22,8 +22,14 @@ class TextFormatter(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
         """Return the line without a traceback."""
         fields = {"request_id": current_request_id(), **getattr(record, "fields", {})}
-        told = [f" {name}={value}" for name, value in fields.items() if value is not None]
+        told = [f" {name}={_shown(value)}" for name, value in fields.items() if value is not None]
         return super().formatMessage(record).rstrip() + "".join(told)
+
+
+def _shown(value: Any) -> str:
+    """Return a value in quotes if it has spaces: a client's id must not look like more fields."""
+    text = str(value)
+    return json.dumps(text) if " " in text else text
 
 
 class JsonFormatter(logging.Formatter):

@@ -174,6 +174,8 @@ def test_one_key_has_one_holder() -> None:
         collect_keys(["same"], None, "same")
     with pytest.raises(ConfigError, match="given twice"):
         ApiKeys([make_key("a", key_digest("x")), make_key("a", key_digest("y"))])
+    with pytest.raises(ConfigError, match="'anonymous'"):
+        ApiKeys([make_key("anonymous", key_digest("x"))])
     keys = collect_keys(["same", "same"], None, None)  # a slip of the hand
     assert keys.find(b"same") is not None
 

@@ -118,7 +118,7 @@ def test_tool_history_is_rendered_alike_whatever_its_spelling(
     assert '"arguments": {"city": "Paris"}' in engine.prompts[0]
 
 
-@pytest.mark.parametrize("arguments", ["not json", "[1]", "", None])
+@pytest.mark.parametrize("arguments", ["not json", "[1]", "", None, r'{"a": "\ud800"}'])
 def test_arguments_that_a_model_garbled_do_not_end_the_chat(
     client: httpx.Client, arguments: str | None
 ) -> None:

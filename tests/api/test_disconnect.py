@@ -1,12 +1,17 @@
 """A client that leaves ends its request, whatever the request was waiting for."""
 
+import asyncio
 import json
 import socket
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import httpx
 import pytest
 
+from prefixkv.api.generation import IndexedDelta
+from prefixkv.api.replies.streaming import EventStream
+from prefixkv.outputs import OutputDelta, Usage
 from tests.api.fake_engine import FakeEngine
 from tests.api.live_server import eventually
 
@@ -96,3 +101,32 @@ def test_finished_requests_are_no_aborts(engine: FakeEngine, client: httpx.Clien
         client.post("/v1/completions", json={"prompt": "x", "stream": stream})
 
     assert (engine.num_aborts, engine.num_active) == (0, 0)
+
+
+def test_leaving_before_the_stream_begins_aborts() -> None:
+    """The headers do not get through, and no event was asked for yet: the deltas run already."""
+
+    async def deltas() -> AsyncGenerator[IndexedDelta, None]:
+        try:
+            yield 0, OutputDelta("r", "a", (1,), Usage())
+            await asyncio.sleep(60)
+        finally:
+            closed.append(True)
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        yield b"never asked for"
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        await asyncio.sleep(60)
+
+    async def scenario() -> None:
+        running = deltas()
+        await anext(running)
+        await EventStream(events(), running)({}, receive, send)
+        assert closed
+
+    closed: list[bool] = []
+    asyncio.run(scenario())

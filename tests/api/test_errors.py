@@ -27,6 +27,7 @@ from tests.api.sse import read_events
 
 COMPLETIONS = "/v1/completions"
 CHATS = "/v1/chat/completions"
+RESPONSES = "/v1/responses"
 JSON = {"Content-Type": "application/json"}
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -209,6 +210,7 @@ def test_neutral_values_are_served(client: httpx.Client, url: str) -> None:
     [
         b"", b"{", b"[]", b"null", b"3", b'"x"', b"{} {}", b"\xff\xfe", b'{"prompt": "\xff"}',
         b'{"prompt": "x", "temperature": NaN}', b'{"prompt": "x", "anything": Infinity}',
+        b'{"prompt": "x", "anything": [-1e999]}',
         b'{"prompt": "x", "temperature": 1e400}', b'{"prompt": "\\ud800"}',
         b'{"prompt": "x", "user": "\\udfff"}', b'{"prompt": "x", "model": "\\ud83d"}',
         b'{"prompt": "x", "a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
@@ -442,3 +444,22 @@ def test_every_row_of_the_table_has_the_shape() -> None:
         assert ("retry-after" in response.headers) is (answer.status in (429, 503))
         assert ("www-authenticate" in response.headers) is (answer.status == 401)
         assert error["code"] == (getattr(kind, "code", None) or answer.code)
+
+
+@pytest.mark.parametrize(
+    ("url", "fields"),
+    [
+        (CHATS, {"messages": ["SECRET"]}),
+        (CHATS, {"messages": "SECRET"}),
+        (CHATS, {"messages": MESSAGES, "cache_salt": "SECRET\0"}),
+        (RESPONSES, {"input": "x", "instructions": ["SECRET"]}),
+        ("/tokenize", {"prompt": ["SECRET"]}),
+        (COMPLETIONS, {"prompt": "x", "suffix": "SECRET"}),
+        (COMPLETIONS, {"prompt": {"x": "SECRET"}}),
+    ],
+)
+def test_messages_repeat_no_prompt_and_no_salt(
+    client: httpx.Client, url: str, fields: dict[str, Any]
+) -> None:
+    """Not even those that are wrong: clients log what they are told."""
+    assert "SECRET" not in error_of(client.post(url, json=fields), 400)["message"]

@@ -113,6 +113,28 @@ def test_an_answer_that_was_cut_is_told(
     assert (whole["status"], whole.get("is_cut")) == (200, None)
 
 
+def test_tokens_of_a_stream_that_fails_are_told(
+    client: httpx.Client, engine: FakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They were computed, whatever the endpoint."""
+    engine.fail_after = 2
+    requests: dict[str, dict[str, Any]] = {
+        "/v1/completions": {"prompt": "x"},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
+        "/v1/responses": {"input": "x"},
+    }
+
+    def counts() -> list[int | None]:
+        lines = [vars(record).get("fields") for record in caplog.records]
+        return [line.get("completion_tokens") for line in lines if line is not None]
+
+    with caplog.at_level(logging.INFO, "prefixkv.access"):
+        for path, body in requests.items():
+            assert client.post(path, json={**body, "stream": True}).status_code == 200
+        eventually(lambda: len(counts()) == len(requests))
+    assert counts() == [2, 2, 2]
+
+
 def record_of(message: str, *arguments: object, **extra: Any) -> logging.LogRecord:
     """Return a record, of an exception if one is being handled."""
     info: Any = sys.exc_info() if sys.exc_info()[0] else None
@@ -141,6 +163,8 @@ def test_a_line_of_text_shows_the_fields() -> None:
     text = TextFormatter().format(record_of("m\n", fields={"status": 200, "none": None}))
 
     assert text.endswith(" ERROR x: m status=200")
+    text = TextFormatter().format(record_of("m", fields={"request_id": "1 status=500"}))
+    assert text.endswith(' ERROR x: m request_id="1 status=500"')
 
 
 def test_a_failed_start_is_a_line_of_json_too(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from tiny_models import tiny_engine, tiny_model
 
 from prefixkv.api.app import create_app
 from prefixkv.api.monitoring import metrics
+from prefixkv.api.monitoring.refusals import Refusals
 from prefixkv.async_engine import AsyncEngine
 from prefixkv.cache_control import Breakpoint, CacheControl
 from prefixkv.errors import QueueFull
@@ -339,3 +340,12 @@ def test_probes_of_health_are_no_rejections(client: httpx.Client, engine: FakeEn
     after = rejected()
     assert after["queue_full"] == before["queue_full"] + 1
     assert after["engine_stopped"] == before.get("engine_stopped", 0) + 1
+
+
+def test_rejections_below_a_prefix_count() -> None:
+    """A proxy may publish the server under a path of its own."""
+    refusals = Refusals()
+    for path in ("/llm/v1/completions", "/llm/ready"):
+        scope = {"type": "http", "path": path, "root_path": "/llm"}
+        refusals.note(scope, QueueFull("9 requests are waiting"))
+    assert refusals.counts == {"queue_full": 1}

@@ -86,7 +86,9 @@ def test_a_history_of_tools_is_rendered_like_a_chats(
         f"{URL}/{response['id']}/input_items?order=asc&after={page['last_id']}"
     ).json()
     assert [item["output"] for item in rest["data"]] == ["wet"]
-    assert client.get(f"{URL}/{response['id']}/input_items?limit=0").status_code == 400
+    for limit in ("0", "101", "0001" + "0" * 5000):
+        items = client.get(f"{URL}/{response['id']}/input_items?limit={limit}")
+        assert items.status_code == 400
 
 
 @pytest.mark.parametrize(

@@ -39,3 +39,27 @@ def test_the_store_is_bounded() -> None:
         if small.has(tenant, f"other {i}"):
             small.delete(tenant, f"other {i}")
     assert (len(small), small.num_bytes) == (0, 0)
+
+
+def test_all_that_a_client_sends_counts() -> None:
+    """Variables of the template are kept as well, and characters may take four bytes."""
+    plain = stored("x")
+    kwargs = StoredResponse("{}", plain.turns, plain.transcript, "", None, {"a": "x" * 9000}, None)
+    wide = StoredResponse("\U0001f600" * 9000, plain.turns, plain.transcript, "", None, {}, None)
+
+    assert kwargs.num_bytes > plain.num_bytes + 9000
+    assert wide.num_bytes > plain.num_bytes + 36_000
+
+
+def test_an_id_is_taken_once() -> None:
+    """By a response that is stored, or that began lately; each tenant has ids of its own."""
+    store, tenant, other = ResponseStore(max_responses=2), Tenant("a"), Tenant("b")
+    assert [store.claim(tenant, "x"), store.claim(tenant, "x"), store.claim(other, "x")] == [
+        True,
+        False,
+        True,
+    ]
+    store.put(tenant, "y", stored("y"))
+    assert not store.claim(tenant, "y")
+    store.claim(tenant, "z")  # as many are remembered as are stored
+    assert store.claim(tenant, "x")

@@ -1,6 +1,7 @@
 """/v1/responses: shapes by the SDK's own types, stored conversations, and what is refused."""
 
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -273,3 +274,39 @@ def test_a_tenant_sees_its_own_responses_only(engine: FakeEngine) -> None:
         assert client.get(f"{URL}/{made}", headers=headers).status_code == status
         assert client.post(URL, json=follow, headers=headers).status_code == status
     assert client.delete(f"{URL}/{made}", headers={"Authorization": "Bearer b"}).status_code == 404
+
+
+def test_a_stored_conversation_is_rendered_beside_the_event_loop(
+    client: httpx.Client, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However short the body: what it goes on from may be long, and streams must not wait."""
+    threads: list[int] = []
+    render = engine.tokenizer.chat_text
+
+    def rendered(*arguments: Any, **kwargs: Any) -> str:
+        threads.append(threading.get_ident())
+        return render(*arguments, **kwargs)
+
+    monkeypatch.setattr(engine.tokenizer, "chat_text", rendered)
+    first = create(client)
+    (loop,) = threads
+    create(client, previous_response_id=first["id"])
+    assert loop not in threads[1:] != []
+
+
+def test_responses_that_run_at_once_have_ids_of_their_own(
+    client: httpx.Client, engine: FakeEngine
+) -> None:
+    """Whatever ids clients send: the later one would be stored in place of the other."""
+    engine.step_s = 0.01
+    headers = {"X-Request-Id": "at-once"}
+    body = {"input": "first", "stream": True, "max_output_tokens": 50}
+    with client.stream("POST", URL, json=body, headers=headers) as first:
+        lines = first.iter_lines()
+        assert next(lines) == "event: response.created"
+        ours = json.loads(next(lines).removeprefix("data: "))["response"]["id"]
+        second = client.post(URL, json={"input": "x", "max_output_tokens": 1}, headers=headers)
+        list(lines)
+    assert (ours, second.json()["id"].startswith("resp_at-once-")) == ("resp_at-once", True)
+    (item,) = client.get(f"{URL}/{ours}/input_items").json()["data"]
+    assert item["content"][0]["text"] == "first"

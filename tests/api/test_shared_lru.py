@@ -20,3 +20,15 @@ def test_parts_count_once_and_are_gone_with_the_last_that_has_them() -> None:
     for name in "abc":
         memory.pop(name)
     assert (memory.num_bytes, len(memory), memory.pop("a")) == (0, 0, None)
+
+
+def test_what_is_too_big_displaces_nothing_else() -> None:
+    """One client's giant is not the end of what all others have."""
+    memory: SharedLRU[str, Transcript] = SharedLRU(5000)
+    memory.put("a", transcript_of("x", [1]))
+    memory.put("b", transcript_of("x", [1]))
+    memory.put("giant", transcript_of("x" * 10_000, [1]))
+    assert (len(memory), memory.get("giant"), memory.num_evicted) == (2, None, 1)
+
+    memory.put("a", transcript_of("x" * 10_000, [1]))
+    assert (len(memory), memory.get("a")) == (1, None)

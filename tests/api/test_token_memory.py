@@ -250,6 +250,11 @@ def test_memory_is_bounded_and_can_be_off() -> None:
         ("abxy", {"text": "abxy", "stop_reason": "xy", "included": True}, ("abxy", "abxy", "")),
         ("abc.", {"text": "abc", "included": True}, ("abc", "abc", "")),
         ("abx", {"text": "abx", "stop_reason": 1, "included": True}, ("abx", "abx", "")),
+        # a special token in the middle is in no text, and ends what is kept
+        ("ab.c", {"finish_reason": "length", "text": "abc"}, ("ab", "ab", "c")),
+        ("ab.c.", {"text": "abc"}, ("ab", "ab", "c")),
+        (".ab", {"finish_reason": "length", "text": "ab"}, ("", "", "ab")),
+        ("a.bx", {"text": "ab", "stop_reason": "x"}, ("a", "a", "b")),
         ("ab", {"finish_reason": "abort"}, None),
     ],
 )

@@ -84,10 +84,13 @@ def test_developer_is_system_to_a_template_that_does_not_know_it(tokenizer: Toke
         ([], "at least one message"),
         (["hi"], r"messages\[0\] is 'hi'"),
         ([*user("ok"), {"role": "robot", "content": ""}], r"messages\[1\]\.role is 'robot'"),
-        (user(7), r"messages\[0\]\.content is 7"),
+        (user(7), r"messages\[0\]\.content is of type int"),
         (user([{"type": "image_url"}]), r"messages\[0\]\.content\[0\] is of type 'image_url'"),
-        (user([{"type": "text", "text": "a"}, {"type": "text"}]), r"content\[1\]\.text is None"),
-        (user(["a"]), r"content\[0\] is of type 'a'"),
+        (
+            user([{"type": "text", "text": "a"}, {"type": "text"}]),
+            r"content\[1\]\.text is of type NoneType",
+        ),
+        (user(["a"]), r"content\[0\] is of type 'str'"),
     ],
 )
 def test_a_wrong_message_is_named(tokenizer: Tokenizer, messages: Any, reason: str) -> None:
