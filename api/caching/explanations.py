@@ -107,4 +107,5 @@ class Explanations:
         requests = self._by_tenant.get(tenant.name, OrderedDict())
         names = [request_id, *(request_id.removeprefix(prefix) for prefix in _ID_PREFIXES)]
         found = next((requests[name] for name in names if name in requests), None)
-        return [told for _, told in sorted(found.items())] if found is not None else None
+        # taken at once, as long answers are told from other threads
+        return [told for _, told in sorted(tuple(found.items()))] if found is not None else None

@@ -67,8 +67,8 @@ class ResponseRequest(GenerationRequest):
 
     @property
     def is_stored(self) -> bool:
-        """Whether later requests may go on from the response."""
-        return self.store is not False
+        """Whether later requests may go on from the response; a prewarming has no answer."""
+        return self.store is not False and not self.is_prewarm
 
     @property
     def num_logprobs(self) -> int | None:

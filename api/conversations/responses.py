@@ -143,6 +143,8 @@ def _finish(
     message = response.message(status, output.text, logprobs)
     body = response.body(status, [message], completion.usage)
     body |= reports.all_members([completion.cache_report])
+    if job.request.is_prewarm:
+        return body
     stop_included = job.params.include_stop_str_in_output
     told = told_tokens(output, tokenizer, stop_included=stop_included)
     assert told is not None  # other ends are errors

@@ -166,6 +166,8 @@ def test_prewarming_a_response(client: httpx.Client, engine: FakeEngine) -> None
     assert body.json()["usage"]["output_tokens"] == 0
     end = body.json()["usage"]["input_tokens"]
     assert asked(engine) == CacheControl(breakpoints=(Breakpoint(end, 300),))
+    assert body.json()["store"] is False  # there is no answer to go on from
+    assert client.get(f"/v1/responses/{body.json()['id']}").status_code == 404
 
     content = [{"type": "input_text", "text": "a", "cache_control": 5}]
     answer = client.post("/v1/responses", json={"input": [{"role": "user", "content": content}]})
