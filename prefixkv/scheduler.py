@@ -188,7 +188,8 @@ class Scheduler:
     def hold(self, branch: Branch) -> HeldBranch:
         """Hold a fork of a branch: all its tokens, and the blocks of those that are computed."""
         sequence = branch.sequence.fork() if branch.sequence is not None else None
-        return self.held.hold(branch.request.identity, branch.tokens[:], sequence)
+        request = branch.request
+        return self.held.hold(request.identity, branch.tokens[:], sequence, request.write_limit)
 
     def lease(self, branch: Branch) -> None:
         """Lease what a request asks for, from the first of its branches that ends well."""

@@ -190,3 +190,26 @@ def test_a_block_that_others_hold_too_is_not_cut_for_a_lease() -> None:
     again = executor.add(array("i", TOKENS).tolist(), 1)
     executor.run()
     assert again.usage.num_cached_tokens == 6, "the last branch to end leaves it, without a lease"
+
+
+@pytest.mark.parametrize("gives_way", [False, True])
+@pytest.mark.parametrize("is_known", [False, True])
+def test_who_goes_on_from_a_held_branch_has_its_limit(gives_way: bool, is_known: bool) -> None:
+    """Also if the branch, or a fork of it, gave way, or the cache holds as much as the branch."""
+    executor = FakeExecutor(20, 4)
+    scheduler = executor.scheduler
+    executor.add(TOKENS, 4, cache_control=limited(4))
+    executor.step()
+    held = scheduler.hold(scheduler.running[0]).fork()
+    executor.run()
+    past = held.tokens.tolist()
+    if is_known:
+        executor.add(past, 1)
+        executor.run()
+    if gives_way:
+        scheduler.held.give_all_up()
+    executor.add([*past, 2, 2, 2, 2, 2], 1, origin=held)
+    executor.run()
+    again = executor.add([*past, 2, 2, 2, 2, 2], 1)
+    executor.run()
+    assert again.usage.num_cached_tokens == (len(past) if is_known else 4)
