@@ -20,7 +20,7 @@ class HeldBranch:
         tokens: its ids (typecode "i"), for reading.
         identity: of the model and the salt that it was computed for.
         sequence: its blocks; None once they were given up or released.
-        write_limit: tokens of it, and of who goes on from it, that others may find; as of `Sequence`.
+        write_limit: tokens of it, and of who goes on from it, that others may find.
     """
 
     def __init__(
