@@ -233,13 +233,17 @@ class Sequence:
         """Give up the part of the last block that was matched, if that is less than all of it.
 
         For when the copy that a partial hit takes does not fit; returns whether anything was
-        given up.
+        given up: nothing is where no copy is needed, as the block is its own.
         """
         extra = self.num_tokens % self.cache.block_size
-        if extra:
-            self._refuse_if_scheduled("drop_partial")
-            self.rollback(self.num_tokens - extra)
-        return extra > 0
+        if not extra:
+            return False
+        self._refuse_if_scheduled("drop_partial")
+        last = self.last_block
+        if last.state == PRIVATE and last.refs == 1 and last not in self.cache.pool.copies:
+            return False
+        self.rollback(self.num_tokens - extra)
+        return True
 
     def drop_unfindable(self) -> None:
         """Give up what lies beyond its write limit, for a sequence that is over.

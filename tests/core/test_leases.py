@@ -258,6 +258,20 @@ def test_a_lease_gives_way_to_the_only_one_that_runs() -> None:
     assert executor.scheduler.leases.stats.num_given_up == 1
 
 
+def test_who_needs_no_copy_computes_nothing_again_before_a_lease_gives_way() -> None:
+    """A prompt in chunks whose room is leased meanwhile: the half of a block is its own."""
+    executor = FakeExecutor(8, 4, max_prefill_chunk=5)
+    leases = executor.scheduler.leases
+    executor.add([1, 2], 12, cache_control=controlled(13))
+    for _ in range(10):
+        executor.step()
+    request = executor.add([0] * 20, 1)
+    executor.run()
+    assert (leases.stats.num_granted, leases.stats.num_given_up) == (1, 1)
+    assert request.usage.num_preemptions == 0
+    assert request.usage.num_computed_tokens == 20
+
+
 def test_what_has_expired_goes_before_what_has_not_and_before_a_held_branch() -> None:
     """While a step is filled time goes by."""
     executor = FakeExecutor(8, 4)
