@@ -6,9 +6,10 @@ import pytest
 from cache_world import IDENTITIES, World
 from fake_executor import FakeExecutor, serial_output
 
-from prefixkv.block import BlockLogprobs
+from prefixkv.block import Block, BlockLogprobs
 from prefixkv.cache_control import Breakpoint, CacheControl
 from prefixkv.hashing import pack_tokens
+from prefixkv.pool import BlockPool
 
 TOKENS = [0, 1, 1, 0, 1, 0, 0, 1, 1, 1, 0]  # 2 blocks of 4, and 3 tokens
 LIMITS = [0, 1, 3, 4, 6, 8, 10, 11, 20]
@@ -213,3 +214,29 @@ def test_who_goes_on_from_a_held_branch_has_its_limit(gives_way: bool, is_known:
     again = executor.add([*past, 2, 2, 2, 2, 2], 1)
     executor.run()
     assert again.usage.num_cached_tokens == (len(past) if is_known else 4)
+
+
+@pytest.mark.parametrize("moment", range(3))
+def test_an_end_that_is_interrupted_leaves_no_tokens_without_blocks(
+    moment: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A preemption is interrupted (Ctrl-C): who is taken for running reads what it has."""
+    world = World(12, 4)
+    sequence = world.open(IDENTITIES[0], TOKENS, 0).sequence
+    assert sequence.reserve(len(TOKENS))
+    sequence.write(TOKENS)
+    sequence.commit()
+    free, calls = BlockPool._free_private, iter(range(moment))
+
+    def interrupted(pool: BlockPool, block: Block) -> None:
+        if next(calls, None) is None:
+            raise KeyboardInterrupt
+        free(pool, block)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BlockPool, "_free_private", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            sequence.release()
+    sequence.discard()  # as `Scheduler.recover` does
+    assert sequence.num_tokens == sequence.num_computed_tokens == 0
+    assert sequence.block_table().tolist() == []
