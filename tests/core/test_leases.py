@@ -4,6 +4,7 @@ import pytest
 from cache_world import IDENTITIES, Stream, World
 from fake_executor import IDENTITY, FakeExecutor, serial_output
 
+from prefixkv.block import Block
 from prefixkv.cache_control import Breakpoint, CacheControl, LeaseOutcome
 from prefixkv.config import EngineConfig, SchedulerConfig
 from prefixkv.errors import ConfigError, InvalidRequest, InvariantViolation
@@ -151,6 +152,28 @@ def test_a_session_that_goes_on_gives_up_what_the_new_lease_covers() -> None:
     kept = sorted((lease.session, lease.sequence.num_tokens) for lease in world.leases)
     assert kept == [("a", 13), ("a", 14), ("b", 4), ("b", 11)]
     world.check()
+
+
+def test_what_a_session_gives_up_is_found_with_one_walk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many leases the name has: whoever sends many of them stops nobody else's steps."""
+    world = World(200, 4)
+    for aside in range(20):
+        tokens = [int(bit) for bit in f"{aside:08b}"]
+        world.lease(world.open_and_compute(tokens), [8], 50, "a")
+        world.release(world.streams[0])
+    longer = world.open_and_compute([0] * 4 + [1] * 156)
+    control = CacheControl(breakpoints=(Breakpoint(160, 60),), session="a")
+    parents, count = Block.parent, [0]  # type: ignore[misc] # the slot's descriptor
+
+    def parent(block: Block) -> Block | None:
+        count[0] += 1
+        return parents.__get__(block)  # type: ignore[no-any-return,union-attr]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Block, "parent", property(parent, parents.__set__))  # type: ignore[union-attr]
+        world.leases.grant(longer.sequence, control)
+    assert len(world.leases) == 20, "one of them was its beginning"
+    assert count[0] < 40 * 8, f"{count[0]} steps up the chain of 40 blocks"
 
 
 def test_a_session_of_another_tenant_is_another_session() -> None:
