@@ -308,13 +308,17 @@ class Leases:
         self.stats.num_expired += before - len(self)
         return len(self) < before
 
-    def give_way(self) -> bool:
-        """Release the one nearest to its expiry; False if there is none."""
-        if not self._by_expiry:
-            return False
-        self._release(self._by_expiry[0])
-        self.stats.num_given_up += 1
-        return True
+    def give_way(self, num_blocks: int = 1) -> bool:
+        """Release those nearest to their expiry, until so many blocks are under none any more.
+
+        Returns False if there is none to release.
+        """
+        kept = self.num_blocks - max(1, num_blocks)
+        gave_way = bool(self._by_expiry)
+        while self._by_expiry and self.num_blocks > kept:
+            self._release(self._by_expiry[0])
+            self.stats.num_given_up += 1
+        return gave_way
 
     def release_all(self) -> None:
         """Release all: what they pin is to be forgotten."""

@@ -1,5 +1,7 @@
 """Leases: what they keep, for how long, how much of it, and that nobody has to wait for them."""
 
+from typing import Any
+
 import pytest
 from cache_world import IDENTITIES, Stream, World
 from fake_executor import IDENTITY, FakeExecutor, serial_output
@@ -9,6 +11,7 @@ from prefixkv.cache_control import Breakpoint, CacheControl, LeaseOutcome
 from prefixkv.config import EngineConfig, SchedulerConfig
 from prefixkv.errors import ConfigError, InvalidRequest, InvariantViolation
 from prefixkv.lease import Leases
+from prefixkv.pool import BlockPool
 
 TOKENS = [0, 1, 1, 0, 1, 0, 0, 1, 1, 1, 0]  # 2 blocks of 4, and 3 tokens
 
@@ -248,6 +251,27 @@ def test_leases_give_way_before_a_request_would_wait_for_them() -> None:
     executor.add([2] * 28, 5)
     executor.run()
     assert (leases.stats.num_given_up, leases.num_blocks) == (2, 0)
+
+
+def test_many_leases_give_way_at_once_and_no_more_than_needed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each look for room costs O(blocks): one after each lease would stop the engine for long."""
+    executor = FakeExecutor(240, 1, max_leased_share=1)
+    for first in range(80):
+        executor.add([first] * 3, 1, cache_control=controlled(3, ttl_s=100 + first))
+        executor.run()
+    select, looks = BlockPool._select, [0]
+
+    def counted(pool: BlockPool, count: int) -> Any:
+        looks[0] += 1
+        return select(pool, count)
+
+    monkeypatch.setattr(BlockPool, "_select", counted)
+    executor.add([7] * 3 + [1] * 150, 1)
+    executor.run()
+    assert executor.scheduler.leases.stats.num_given_up == 51, "240 - 153 blocks are left to 29"
+    assert looks[0] < 12, looks
 
 
 def test_held_branches_and_others_give_way_before_a_lease() -> None:
