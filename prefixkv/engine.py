@@ -337,6 +337,7 @@ class Engine:
 
     def _take_back(self, batch: list[ScheduledBranch]) -> None:
         """Undo what was scheduled and not computed, or computed without its token being drawn."""
+        self.scheduler.leases.recover()  # what is over below is granted leases again
         for branch, sequence in ((item.branch, item.sequence) for item in batch):
             if branch.sequence is not sequence:
                 continue

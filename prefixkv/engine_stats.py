@@ -88,8 +88,9 @@ class ServingStats:
 
 
 def read_stats(engine: "Engine") -> EngineStats:
-    """Count; O(blocks). Not while a step runs."""
+    """Count; O(blocks). Not while a step runs. Lets go of leases whose time is over."""
     scheduler, cache = engine.scheduler, engine.cache
+    scheduler.leases.expire()  # an engine that idles takes no step that would
     branches = {branch.sequence for branch in scheduler.running if branch.sequence is not None}
     branches |= scheduler.held.sequences()
     num_used, num_shared = count_blocks(branches)

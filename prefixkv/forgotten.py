@@ -65,6 +65,7 @@ class Forgotten:
 
     def _file(self, digests: Sequence[bytes], reason: MissReason) -> None:
         half = self.capacity // 2
-        self._recent.update(zip(digests[-half:], repeat(reason), strict=False))
-        if len(self._recent) >= half:
+        digests = digests[-half:]
+        if len(self._recent) + len(digests) > half:
             self._older, self._recent = self._recent, {}
+        self._recent.update(zip(digests, repeat(reason), strict=False))

@@ -10,7 +10,7 @@ from collections import OrderedDict
 
 from prefixkv.errors import InvalidRequest
 from prefixkv.identity import ModelIdentity
-from prefixkv.sequence import Sequence
+from prefixkv.sequence import NO_LIMIT, Sequence
 
 
 class HeldBranch:
@@ -20,6 +20,7 @@ class HeldBranch:
         tokens: its ids (typecode "i"), for reading.
         identity: of the model and the salt that it was computed for.
         sequence: its blocks; None once they were given up or released.
+        write_limit: tokens of it, and of who goes on from it, that others may find.
     """
 
     def __init__(
@@ -28,10 +29,12 @@ class HeldBranch:
         identity: ModelIdentity,
         tokens: "array[int]",
         sequence: Sequence | None,
+        write_limit: int,
     ) -> None:
         self.identity = identity
         self.tokens = tokens
         self.sequence = sequence
+        self.write_limit = write_limit  # outlives the sequence, which may give way
         self.is_released = False
         self._holder = holder
 
@@ -48,7 +51,7 @@ class HeldBranch:
         """Return another one with the same tokens; shares every block, copies nothing."""
         self.refuse_if_released()
         sequence = self.sequence.fork() if self.sequence is not None else None
-        return self._holder.hold(self.identity, self.tokens[:], sequence)
+        return self._holder.hold(self.identity, self.tokens[:], sequence, self.write_limit)
 
     def rollback(self, num_tokens: int) -> None:
         """Cut it to its first `num_tokens` tokens; others keep what they share.
@@ -84,10 +87,14 @@ class HeldBranches:
         return len(self._by_use)
 
     def hold(
-        self, identity: ModelIdentity, tokens: "array[int]", sequence: Sequence | None
+        self,
+        identity: ModelIdentity,
+        tokens: "array[int]",
+        sequence: Sequence | None,
+        write_limit: int = NO_LIMIT,
     ) -> HeldBranch:
         """Hold a sequence, which is theirs from now on; None if it has given way already."""
-        held = HeldBranch(self, identity, tokens, sequence)
+        held = HeldBranch(self, identity, tokens, sequence, write_limit)
         if sequence is not None:
             self._by_use[held] = None
         return held

@@ -50,16 +50,18 @@ class Lease:
         """What a lease is renewed by."""
         return self.sequence.last_block, self.sequence.num_tokens, self.session
 
-    def is_covered_by(self, sequence: Sequence) -> bool:
-        """Whether a chain holds all of its tokens, in the same blocks or in a copy of the last."""
+    def is_covered_by(self, chain: list[Block], num_tokens: int) -> bool:
+        """Whether a chain holds all of its tokens, in the same blocks or in a copy of the last.
+
+        Args:
+            chain: its blocks from the root on, so that a block's depth is its place; O(1) with it.
+            num_tokens: of the chain.
+        """
         own, length = self.sequence.last_block, self.sequence.num_tokens
-        if sequence.num_tokens < length:
+        if num_tokens < length:
             return False
-        block = sequence.last_block
-        while block.depth > own.depth:
-            assert block.parent is not None
-            block = block.parent
-        offset = length - (own.depth - 1) * sequence.cache.block_size
+        block = chain[own.depth]
+        offset = length - (own.depth - 1) * self.sequence.cache.block_size
         return block is own or (
             block.parent is own.parent and block.tokens.startswith(own.tokens[: offset * 4])
         )
@@ -124,7 +126,7 @@ class Leases:
 
         Of more than four breakpoints the longest are leased. If any is, the session's earlier
         leases that the longest of them covers, and outlives, are released. Costs O(blocks) for
-        each breakpoint.
+        each breakpoint, and O(leases of the session).
 
         Args:
             sequence: all computed; a half-filled last block of it may get published.
@@ -219,9 +221,15 @@ class Leases:
 
     def _supersede(self, granted: list[Lease], root: Root, session: str) -> None:
         longest = granted[-1]
+        num_tokens, block = longest.sequence.num_tokens, longest.sequence.last_block
+        chain = [block]
+        while block.parent is not None:
+            block = block.parent
+            chain.append(block)
+        chain.reverse()
         for lease in list(self._by_session[root, session]):
             outlives = lease.expires_at > longest.expires_at
-            if lease not in granted and not outlives and lease.is_covered_by(longest.sequence):
+            if lease not in granted and not outlives and lease.is_covered_by(chain, num_tokens):
                 self._release(lease)
 
     def _renew(self, lease: Lease, expires_at: float) -> None:
@@ -300,13 +308,17 @@ class Leases:
         self.stats.num_expired += before - len(self)
         return len(self) < before
 
-    def give_way(self) -> bool:
-        """Release the one nearest to its expiry; False if there is none."""
-        if not self._by_expiry:
-            return False
-        self._release(self._by_expiry[0])
-        self.stats.num_given_up += 1
-        return True
+    def give_way(self, num_blocks: int = 1) -> bool:
+        """Release those nearest to their expiry, until so many blocks are under none any more.
+
+        Returns False if there is none to release.
+        """
+        kept = self.num_blocks - max(1, num_blocks)
+        gave_way = bool(self._by_expiry)
+        while self._by_expiry and self.num_blocks > kept:
+            self._release(self._by_expiry[0])
+            self.stats.num_given_up += 1
+        return gave_way
 
     def release_all(self) -> None:
         """Release all: what they pin is to be forgotten."""

@@ -88,9 +88,10 @@ class Request:
 
     @property
     def write_limit(self) -> int:
-        """Tokens of its sequences that others may find."""
+        """Tokens of its sequences that others may find, those of its origin's past included."""
         limit = self.cache_control.write_limit
-        return NO_LIMIT if limit is None else limit
+        inherited = NO_LIMIT if self.origin is None else self.origin.write_limit
+        return inherited if limit is None else min(limit, inherited)
 
     @property
     def is_scoring(self) -> bool:

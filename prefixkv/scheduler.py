@@ -188,7 +188,8 @@ class Scheduler:
     def hold(self, branch: Branch) -> HeldBranch:
         """Hold a fork of a branch: all its tokens, and the blocks of those that are computed."""
         sequence = branch.sequence.fork() if branch.sequence is not None else None
-        return self.held.hold(branch.request.identity, branch.tokens[:], sequence)
+        request = branch.request
+        return self.held.hold(request.identity, branch.tokens[:], sequence, request.write_limit)
 
     def lease(self, branch: Branch) -> None:
         """Lease what a request asks for, from the first of its branches that ends well."""
@@ -400,7 +401,8 @@ class Scheduler:
                 # that was not written yet): the copy does not fit, so that part is computed again.
                 sequence = unit[0].sequence
                 drops = len(unit) == 1 and sequence is not None and sequence.drop_partial()
-                drops = drops or self.leases.give_way()
+                missing = self._num_missing(_num_blocks_needed(unit, num_tokens))
+                drops = drops or self.leases.give_way(missing)
                 assert drops, f"no room for the only one that runs, {unit[0]}"
                 continue
             victims = self._unit_of(min(others, key=self._loss))
@@ -410,15 +412,20 @@ class Scheduler:
             if unit[0] in victims:
                 return False
 
+    def _num_missing(self, num_blocks: int) -> int:
+        """Blocks that leases must give up, at least, for so many to be had; O(blocks).
+
+        They then give way at once: to try after each of them would cost O(blocks) each time.
+        """
+        pool = self.cache.pool
+        missing = num_blocks - len(pool.free) - pool.num_reclaimable()
+        return missing - 2  # a copy and its source may become needless
+
     def _reserve(self, unit: list[Branch], num_tokens: int) -> bool:
         if len(unit) == 1:
             assert unit[0].sequence is not None
             return unit[0].sequence.reserve(num_tokens)
-        needed = 0
-        for branch in unit:
-            assert branch.sequence is not None
-            needed += branch.sequence.num_blocks_needed(num_tokens)
-        return self.cache.pool.reserve(needed)
+        return self.cache.pool.reserve(_num_blocks_needed(unit, num_tokens))
 
     def _loss(self, branch: Branch) -> tuple[int, int, int]:
         """What preempting would put at stake: blocks that nobody else keeps; the youngest first."""
@@ -454,10 +461,12 @@ class Scheduler:
                 self.twins.setdefault(leader[0], []).append((leader[1], branch))
                 continue
             if not self._reserve_all(branch, sequence, promised):
+                needed = sequence.num_blocks_needed(branch.num_tokens - sequence.num_tokens)
+                missing = 0 if self.running else self._num_missing(needed)
                 sequence.release()
                 if self.leases.expire() or self.held.give_way():
                     continue
-                if not self.running and self.leases.give_way():
+                if not self.running and self.leases.give_way(missing):
                     continue
                 branch.not_before = self.cache.pool.version
                 return
@@ -588,6 +597,15 @@ class Scheduler:
                 f"scheduler: {len(running)} branches run, {len(held)} are held, "
                 f"{len(leased)} are leased, {len(self.cache.sequences)} sequences live"
             )
+
+
+def _num_blocks_needed(unit: list[Branch], num_tokens: int) -> int:
+    """Blocks that who steps together takes for so many tokens each."""
+    needed = 0
+    for branch in unit:
+        assert branch.sequence is not None
+        needed += branch.sequence.num_blocks_needed(num_tokens)
+    return needed
 
 
 def _unit_key(branch: Branch) -> object:

@@ -226,20 +226,24 @@ class Sequence:
         self._refuse_if_scheduled("rollback")
         if not 0 <= num_tokens <= self.num_tokens:
             raise InvalidRequest(f"rollback to {num_tokens} of {self.num_tokens} tokens")
-        self._cut(num_tokens)
         self.num_computed_tokens = num_tokens
+        self._cut(num_tokens)
 
     def drop_partial(self) -> bool:
         """Give up the part of the last block that was matched, if that is less than all of it.
 
         For when the copy that a partial hit takes does not fit; returns whether anything was
-        given up.
+        given up: nothing is where no copy is needed, as the block is its own.
         """
         extra = self.num_tokens % self.cache.block_size
-        if extra:
-            self._refuse_if_scheduled("drop_partial")
-            self.rollback(self.num_tokens - extra)
-        return extra > 0
+        if not extra:
+            return False
+        self._refuse_if_scheduled("drop_partial")
+        last = self.last_block
+        if last.state == PRIVATE and last.refs == 1 and last not in self.cache.pool.copies:
+            return False
+        self.rollback(self.num_tokens - extra)
+        return True
 
     def drop_unfindable(self) -> None:
         """Give up what lies beyond its write limit, for a sequence that is over.
@@ -249,8 +253,8 @@ class Sequence:
         """
         if self.write_limit == NO_LIMIT:
             return
-        self._cut_off(min(self.num_computed_tokens, self.write_limit))
-        self.num_computed_tokens = self.num_tokens
+        self.num_computed_tokens = min(self.num_computed_tokens, self.write_limit)
+        self.discard()  # so that an interrupt leaves what can be discarded
         self.last_block.forget_logprobs_beyond_tokens()
 
     def release(self, *, cold: bool = False) -> None:
@@ -304,17 +308,17 @@ class Sequence:
         return table
 
     def _cut(self, num_tokens: int) -> None:
-        pool = self.cache.pool
         block_size = self.cache.block_size
-        last = self.last_block
+        before = last = self.last_block
         while last.depth > 0 and (last.depth - 1) * block_size >= num_tokens:
-            parent = _parent(last)
-            parent.refs += 1  # `last` holds one, so it is not idle
-            pool.release(last)
-            last = parent
+            last = _parent(last)
+        if last is not before:
+            last.refs += 1  # what follows holds one, so it is not idle
         self.last_block = last
         self.num_tokens = num_tokens
         del self._table[last.depth :]
+        if last is not before:
+            self.cache.pool.release(before)
 
     def _cut_off(self, num_tokens: int) -> None:
         """Cut the sequence, and its last block too if nobody else holds that."""

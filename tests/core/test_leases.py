@@ -1,13 +1,17 @@
 """Leases: what they keep, for how long, how much of it, and that nobody has to wait for them."""
 
+from typing import Any
+
 import pytest
 from cache_world import IDENTITIES, Stream, World
 from fake_executor import IDENTITY, FakeExecutor, serial_output
 
+from prefixkv.block import Block
 from prefixkv.cache_control import Breakpoint, CacheControl, LeaseOutcome
 from prefixkv.config import EngineConfig, SchedulerConfig
 from prefixkv.errors import ConfigError, InvalidRequest, InvariantViolation
 from prefixkv.lease import Leases
+from prefixkv.pool import BlockPool
 
 TOKENS = [0, 1, 1, 0, 1, 0, 0, 1, 1, 1, 0]  # 2 blocks of 4, and 3 tokens
 
@@ -153,6 +157,28 @@ def test_a_session_that_goes_on_gives_up_what_the_new_lease_covers() -> None:
     world.check()
 
 
+def test_what_a_session_gives_up_is_found_with_one_walk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many leases the name has: whoever sends many of them stops nobody else's steps."""
+    world = World(200, 4)
+    for aside in range(20):
+        tokens = [int(bit) for bit in f"{aside:08b}"]
+        world.lease(world.open_and_compute(tokens), [8], 50, "a")
+        world.release(world.streams[0])
+    longer = world.open_and_compute([0] * 4 + [1] * 156)
+    control = CacheControl(breakpoints=(Breakpoint(160, 60),), session="a")
+    parents, count = Block.parent, [0]  # type: ignore[misc] # the slot's descriptor
+
+    def parent(block: Block) -> Block | None:
+        count[0] += 1
+        return parents.__get__(block)  # type: ignore[no-any-return,union-attr]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Block, "parent", property(parent, parents.__set__))  # type: ignore[union-attr]
+        world.leases.grant(longer.sequence, control)
+    assert len(world.leases) == 20, "one of them was its beginning"
+    assert count[0] < 40 * 8, f"{count[0]} steps up the chain of 40 blocks"
+
+
 def test_a_session_of_another_tenant_is_another_session() -> None:
     world = World(40, 4)
     for identity in IDENTITIES[:2]:
@@ -227,6 +253,27 @@ def test_leases_give_way_before_a_request_would_wait_for_them() -> None:
     assert (leases.stats.num_given_up, leases.num_blocks) == (2, 0)
 
 
+def test_many_leases_give_way_at_once_and_no_more_than_needed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each look for room costs O(blocks): one after each lease would stop the engine for long."""
+    executor = FakeExecutor(240, 1, max_leased_share=1)
+    for first in range(80):
+        executor.add([first] * 3, 1, cache_control=controlled(3, ttl_s=100 + first))
+        executor.run()
+    select, looks = BlockPool._select, [0]
+
+    def counted(pool: BlockPool, count: int) -> Any:
+        looks[0] += 1
+        return select(pool, count)
+
+    monkeypatch.setattr(BlockPool, "_select", counted)
+    executor.add([7] * 3 + [1] * 150, 1)
+    executor.run()
+    assert executor.scheduler.leases.stats.num_given_up == 51, "240 - 153 blocks are left to 29"
+    assert looks[0] < 12, looks
+
+
 def test_held_branches_and_others_give_way_before_a_lease() -> None:
     """Two that decode, where only one fits besides the leases: one is preempted."""
     executor = FakeExecutor(8, 4)
@@ -256,6 +303,20 @@ def test_a_lease_gives_way_to_the_only_one_that_runs() -> None:
     outputs = executor.run()
     assert outputs["1"] == serial_output([1] * 2, 28)
     assert executor.scheduler.leases.stats.num_given_up == 1
+
+
+def test_who_needs_no_copy_computes_nothing_again_before_a_lease_gives_way() -> None:
+    """A prompt in chunks whose room is leased meanwhile: the half of a block is its own."""
+    executor = FakeExecutor(8, 4, max_prefill_chunk=5)
+    leases = executor.scheduler.leases
+    executor.add([1, 2], 12, cache_control=controlled(13))
+    for _ in range(10):
+        executor.step()
+    request = executor.add([0] * 20, 1)
+    executor.run()
+    assert (leases.stats.num_granted, leases.stats.num_given_up) == (1, 1)
+    assert request.usage.num_preemptions == 0
+    assert request.usage.num_computed_tokens == 20
 
 
 def test_what_has_expired_goes_before_what_has_not_and_before_a_held_branch() -> None:

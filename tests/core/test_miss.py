@@ -182,7 +182,11 @@ def test_the_memory_of_what_was_forgotten_is_bounded_and_the_last_counts() -> No
     assert memory.reason(digests[104]) == "evicted"
     memory.add(digests[104:105], "weights_changed")
     assert memory.reason(digests[104]) == "weights_changed"
-    assert len(memory) <= 30
+    for size in (9, 10, 9, 10, 3, 9):
+        memory.add(digests[110 : 110 + size], "reset")
+        assert len(memory) <= 20
+        digests = digests[size:]
+        assert memory.reason(digests[109]) == "reset"
 
 
 def test_evicted_digests_are_filed_before_they_are_many() -> None:

@@ -6,9 +6,10 @@ import pytest
 from cache_world import IDENTITIES, World
 from fake_executor import FakeExecutor, serial_output
 
-from prefixkv.block import BlockLogprobs
+from prefixkv.block import Block, BlockLogprobs
 from prefixkv.cache_control import Breakpoint, CacheControl
 from prefixkv.hashing import pack_tokens
+from prefixkv.pool import BlockPool
 
 TOKENS = [0, 1, 1, 0, 1, 0, 0, 1, 1, 1, 0]  # 2 blocks of 4, and 3 tokens
 LIMITS = [0, 1, 3, 4, 6, 8, 10, 11, 20]
@@ -190,3 +191,52 @@ def test_a_block_that_others_hold_too_is_not_cut_for_a_lease() -> None:
     again = executor.add(array("i", TOKENS).tolist(), 1)
     executor.run()
     assert again.usage.num_cached_tokens == 6, "the last branch to end leaves it, without a lease"
+
+
+@pytest.mark.parametrize("gives_way", [False, True])
+@pytest.mark.parametrize("is_known", [False, True])
+def test_who_goes_on_from_a_held_branch_has_its_limit(gives_way: bool, is_known: bool) -> None:
+    """Also if the branch, or a fork of it, gave way, or the cache holds as much as the branch."""
+    executor = FakeExecutor(20, 4)
+    scheduler = executor.scheduler
+    executor.add(TOKENS, 4, cache_control=limited(4))
+    executor.step()
+    held = scheduler.hold(scheduler.running[0]).fork()
+    executor.run()
+    past = held.tokens.tolist()
+    if is_known:
+        executor.add(past, 1)
+        executor.run()
+    if gives_way:
+        scheduler.held.give_all_up()
+    executor.add([*past, 2, 2, 2, 2, 2], 1, origin=held)
+    executor.run()
+    again = executor.add([*past, 2, 2, 2, 2, 2], 1)
+    executor.run()
+    assert again.usage.num_cached_tokens == (len(past) if is_known else 4)
+
+
+@pytest.mark.parametrize("moment", range(3))
+def test_an_end_that_is_interrupted_leaves_no_tokens_without_blocks(
+    moment: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A preemption is interrupted (Ctrl-C): who is taken for running reads what it has."""
+    world = World(12, 4)
+    sequence = world.open(IDENTITIES[0], TOKENS, 0).sequence
+    assert sequence.reserve(len(TOKENS))
+    sequence.write(TOKENS)
+    sequence.commit()
+    free, calls = BlockPool._free_private, iter(range(moment))
+
+    def interrupted(pool: BlockPool, block: Block) -> None:
+        if next(calls, None) is None:
+            raise KeyboardInterrupt
+        free(pool, block)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BlockPool, "_free_private", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            sequence.release()
+    sequence.discard()  # as `Scheduler.recover` does
+    assert sequence.num_tokens == sequence.num_computed_tokens == 0
+    assert sequence.block_table().tolist() == []

@@ -59,3 +59,17 @@ def test_a_request_that_fails_says_why_it_missed_and_leases_nothing(
     engine.add(PROMPT, SamplingParams(max_tokens=1))
     *_, last = steps(engine)
     assert last.cache_report == CacheReport(Miss("never_computed", 0))
+
+
+def test_what_has_expired_is_not_told_as_leased_while_the_engine_idles() -> None:
+    engine = tiny_engine(model())
+    engine.add(PROMPT, SamplingParams(max_tokens=1), cache_control=CONTROL)
+    list(steps(engine))
+    leases = engine.scheduler.leases
+    assert engine.stats()["num_leased_blocks"] == leases.num_blocks > 0
+    assert engine.stats()["kv_cache_usage"] > 0
+    now = leases.clock()
+    leases.clock = lambda: now + 60
+    stats = engine.stats()
+    assert (stats["num_leases"], stats["num_leased_blocks"], stats["kv_cache_usage"]) == (0, 0, 0)
+    assert stats["num_expired_leases"] == 1

@@ -7,6 +7,7 @@ from engine_runs import assert_idle, greedy, interrupt, outputs_of, steps
 from tiny_models import reference_output, tiny_engine, tiny_model
 
 from prefixkv.beam_search import BeamSearch
+from prefixkv.cache_control import Breakpoint, CacheControl
 from prefixkv.llm import LLM
 from prefixkv.output_stream import OutputStream
 from prefixkv.outputs import BranchOutput
@@ -126,6 +127,30 @@ def test_an_interrupted_end_is_run_again(
     interrupt(monkeypatch, moment, (Sequence, "release"), (engine.scheduler, "finish_branch"))
     ended = [delta.request_id for delta in steps(engine) if delta.finish_reason]
     assert sorted(ended) == sorted(request.request_id for request in requests)
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("moment", range(5))
+def test_an_interrupted_grant_is_run_again(
+    model: Any, monkeypatch: pytest.MonkeyPatch, moment: int
+) -> None:
+    """Leases that were granted, renewed or given up by half: in the end the books say the same."""
+    engine = tiny_engine(model)
+    leases = engine.scheduler.leases
+    with monkeypatch.context() as patch:
+        countdown = interrupt(
+            patch, moment, (leases._by_expiry, "add"), (leases._by_expiry, "remove")
+        )
+        for length in (6, 6, 9):
+            control = CacheControl(breakpoints=(Breakpoint(length, 100.0 + length),), session="a")
+            prompt = list(range(5, 5 + length))
+            request = engine.add(prompt, greedy(1), cache_control=control)
+            assert sum(delta.finish_reason is not None for delta in steps(engine)) == 1
+            assert request.leases is not None
+            assert [outcome.refused for outcome in request.leases] == [None]
+        assert countdown[0] < 0
+    assert [lease.sequence.num_tokens for lease in leases] == [9]
+    engine.reset_prefix_cache()
     assert_idle(engine)
 
 
