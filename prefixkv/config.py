@@ -83,8 +83,8 @@ class EngineConfig:
         attention_backend: "auto" (the fastest on the device), "triton", "cpu" or "reference".
         batch_invariant_attention: give a token's attention the same bits whatever else is in its
             step: other requests, other chunks of its prompt, hits in the cache. Slower. The rest of
-            the model is torch's, whose results do not depend on the batch in float32 and bfloat16
-            on a CPU, and may elsewhere.
+            the model is torch's, whose results do not depend on the batch on a CPU in bfloat16 and
+            in float32 with packed linear layers, as loaded models have them, and may elsewhere.
         seed: of the seeds of requests that have none; None draws it at random.
         max_leased_share, max_lease_ttl_s: bounds of leases, which keep prefixes findable.
 
