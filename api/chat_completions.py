@@ -75,7 +75,7 @@ def chat_job(service: Service, raw: bytes, tenant: Tenant) -> Job:
     salt = tenant.salt_for(request.cache_salt)
     chat = service.token_memory.tokens(render(request, tokenizer), salt, tokenizer)
     require_tokens(chat.token_ids)
-    note = partial(remember_answer, service, chat, params)
+    note = partial(remember_answer, service, chat, params, tenant)
     plan = _cache_plan(request, marks, chat.token_ids, tokenizer)
     return Job([chat.token_ids], params, request, model, [plan], note=note)
 
@@ -94,10 +94,14 @@ def _cache_plan(
 
 
 def remember_answer(
-    service: Service, chat: ChatTokens, params: SamplingParams, output: BranchOutput
+    service: Service,
+    chat: ChatTokens,
+    params: SamplingParams,
+    tenant: Tenant,
+    output: BranchOutput,
 ) -> None:
     """Keep the tokens of an answer to `chat` for its next turn; takes time for that answer only."""
     tokenizer = service.engine.tokenizer
     told = told_tokens(output, tokenizer, stop_included=params.include_stop_str_in_output)
     if told is not None:
-        service.token_memory.remember(chat, output.text, told)
+        service.token_memory.remember(chat, output.text, told, tenant.name)

@@ -110,7 +110,7 @@ class ResponseStore:
 
     def put(self, tenant: Tenant, response_id: str, response: StoredResponse) -> None:
         """Keep a response, and let go of those that were not used for longest."""
-        self._responses.put((tenant, response_id), response)
+        self._responses.put((tenant, response_id), response, tenant.name)
 
     def claim(self, tenant: Tenant, response_id: str) -> bool:
         """Take an id for a response that begins.

@@ -148,7 +148,7 @@ def _finish(
     stop_included = job.params.include_stop_str_in_output
     told = told_tokens(output, tokenizer, stop_included=stop_included)
     assert told is not None  # other ends are errors
-    transcript = service.token_memory.remember(job.chat, output.text, told)
+    transcript = service.token_memory.remember(job.chat, output.text, told, tenant.name)
     if job.request.is_stored:
         answer = {"role": "assistant", "content": output.text}
         stored = StoredResponse(

@@ -87,16 +87,19 @@ class TokenMemory:
         ids = tokenizer.encode(chat.text, add_special_tokens=False)
         return ChatTokens(ids, transcript_of(chat.text, ids), digest)
 
-    def remember(self, chat: ChatTokens, answer: str, told: ToldTokens) -> Transcript:
+    def remember(
+        self, chat: ChatTokens, answer: str, told: ToldTokens, owner: str = ""
+    ) -> Transcript:
         """Remember an answer to `chat`; returns the transcript that ends with it.
 
         Args:
             answer: what a client will repeat as the assistant's message.
+            owner: the tenant whose share of the memory it takes.
         """
         transcript = chat.transcript.followed_by(told.text, told.token_ids)
         if chat.digest is not None:
             message = {"role": "assistant", "content": answer}
-            self._answers.put(digest_with(chat.digest, message), transcript)
+            self._answers.put(digest_with(chat.digest, message), transcript, owner)
         return transcript
 
     def digests(self, chat: RenderedChat, salt: str | None) -> list[Digest]:

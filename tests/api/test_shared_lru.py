@@ -32,3 +32,24 @@ def test_what_is_too_big_displaces_nothing_else() -> None:
 
     memory.put("a", transcript_of("x" * 10_000, [1]))
     assert (len(memory), memory.get("a")) == (1, None)
+
+
+def test_who_has_the_most_lets_go_first() -> None:
+    """By bytes, and by number: a flood of one owner leaves what others have."""
+    memory: SharedLRU[str, Transcript] = SharedLRU(10_000)
+    memory.put("mine", transcript_of("x" * 1000, [1]), "me")
+    for i in range(50):
+        memory.put(f"flood {i}", transcript_of("x" * 1000, [1]), "you")
+        assert memory.num_bytes <= 10_000
+    assert memory.get("mine") is not None
+    assert memory.get("flood 49") is not None
+    assert len(memory) + memory.num_evicted == 51
+
+    few: SharedLRU[str, Transcript] = SharedLRU(10**6, max_entries=3)
+    few.put("mine", transcript_of("x" * 1000, [1]), "me")
+    for name in "abcd":
+        few.put(name, transcript_of("x", [1]), "you")
+    assert [name for name in ("mine", *"abcd") if few.get(name)] == ["mine", "c", "d"]
+    few.put("d", transcript_of("x", [1]), "me")  # whoever put it last owns it
+    few.put("e", transcript_of("x", [1]), "you")
+    assert (len(few), few.get("mine")) == (3, None)
