@@ -85,17 +85,8 @@ def create_app(
     app = FastAPI(
         title="prefixkv", version=version("prefixkv"), lifespan=lifespan, redirect_slashes=False
     )
-    app.include_router(completions_router(service))
-    app.include_router(chat_completions_router(service))
-    app.include_router(responses_router(service))
-    app.include_router(models_router(service))
-    app.include_router(tokenization_router(service))
-    app.include_router(health_router(service))
-    app.include_router(explain_router(service))
-    app.include_router(cache_admin_router(service, keys))
     refusals = Refusals()
-    app.include_router(metrics_router(service, refusals))
-    describe_api(app)
+    _add_routes(app, service, keys, refusals)
     for kind in (PrefixKVError, ClientDisconnect):
         app.add_exception_handler(kind, refusals.counting(handle_error))
     app.add_exception_handler(HTTPException, handle_http_exception)
@@ -110,6 +101,23 @@ def create_app(
     app.add_middleware(AccessLog, silent_paths=silent_paths)
     app.add_middleware(RequestIds)
     return app
+
+
+def _add_routes(app: FastAPI, service: Service, keys: ApiKeys, refusals: Refusals) -> None:
+    """Give `app` all routes, and then the document of what they take and give."""
+    for make_router in (
+        completions_router,
+        chat_completions_router,
+        responses_router,
+        models_router,
+        tokenization_router,
+        health_router,
+        explain_router,
+    ):
+        app.include_router(make_router(service))
+    app.include_router(cache_admin_router(service, keys))
+    app.include_router(metrics_router(service, refusals))
+    describe_api(app)
 
 
 def _cors(allowed_origins: Sequence[str]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from prefixkv.block import Block
 from prefixkv.cache_control import Breakpoint, CacheControl, LeaseOutcome
 from prefixkv.config import EngineConfig, SchedulerConfig
 from prefixkv.errors import ConfigError, InvalidRequest, InvariantViolation
+from prefixkv.held_branch import HeldBranch
 from prefixkv.lease import Leases
 from prefixkv.pool import BlockPool
 
@@ -274,16 +275,22 @@ def test_many_leases_give_way_at_once_and_no_more_than_needed(
     assert looks[0] < 12, looks
 
 
-def test_held_branches_and_others_give_way_before_a_lease() -> None:
-    """Two that decode, where only one fits besides the leases: one is preempted."""
+def leased_and_held() -> tuple[FakeExecutor, HeldBranch]:
+    """Eight blocks, four of them leased, a branch held, and nothing that runs."""
     executor = FakeExecutor(8, 4)
-    scheduler = executor.scheduler
     executor.add([0] * 16, 1, cache_control=controlled(16))
     executor.run()
     executor.add([1] * 4, 2)
     executor.step()
-    held = scheduler.hold(scheduler.running[0])
+    held = executor.scheduler.hold(executor.scheduler.running[0])
     executor.run()
+    return executor, held
+
+
+def test_held_branches_and_others_give_way_before_a_lease() -> None:
+    """Two that decode, where only one fits besides the leases: one is preempted."""
+    executor, held = leased_and_held()
+    scheduler = executor.scheduler
     executor.add([1, 2], 12)
     executor.add([2, 1], 12)
     outputs = executor.run()
@@ -321,14 +328,8 @@ def test_who_needs_no_copy_computes_nothing_again_before_a_lease_gives_way() -> 
 
 def test_what_has_expired_goes_before_what_has_not_and_before_a_held_branch() -> None:
     """While a step is filled time goes by."""
-    executor = FakeExecutor(8, 4)
+    executor, held = leased_and_held()
     scheduler = executor.scheduler
-    executor.add([0] * 16, 1, cache_control=controlled(16))
-    executor.run()
-    executor.add([1] * 4, 2)
-    executor.step()
-    held = scheduler.hold(scheduler.running[0])
-    executor.run()
     times = iter([0.0])
     scheduler.leases.clock = lambda: next(times, 100.0)
     executor.add([2] * 16, 1)
